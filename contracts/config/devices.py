@@ -60,7 +60,7 @@ MODES = (
         "groups.expert_ranks",
         lambda config: config.groups.expert_ranks > 0,
         _GROUP,
-        "tests/oracle/test_device_dispatch.py",
+        "tests/oracle/test_placements.py",
     ),
     Mode(
         "experts.slots, experts.bytes (expert ranks)",

@@ -79,24 +79,23 @@ def test_grouped_product_takes_our_arguments() -> None:
     signature.bind(*range(call.given or 0), **dict.fromkeys(call.keywords))
 
 
-@pytest.mark.parametrize(
-    ("prefix", "module"), [("nccl.", "cupy.cuda.nccl"), ("self._runtime.", "cupy.cuda.runtime")]
-)
-def test_cupy_has_what_channels_call(prefix: str, module: str) -> None:
+CUPY = {
+    "nccl.": "cupy.cuda.nccl",
+    "self._runtime.": "cupy.cuda.runtime",
+    "lane.communicator.": "cupy.cuda.nccl:NcclCommunicator",
+}
+
+
+@pytest.mark.parametrize("prefix", CUPY)
+def test_cupy_has_what_channels_call(prefix: str) -> None:
     wanted = {call.name.removeprefix(prefix) for call in calls(prefix)}
+    if "communicator" in prefix:
+        wanted |= {"send", "recv"}
     assert wanted
+    module, _, name = CUPY[prefix].partition(":")
     try:
         installed = importlib.import_module(module)
     except ImportError as error:
         pytest.skip(f"cupy is not installed: {error}")
-    assert not [name for name in wanted if not hasattr(installed, name)]
-
-
-def test_communicator_of_cupy_has_what_channels_call() -> None:
-    wanted = {call.name.rpartition(".")[2] for call in _all_calls() if "communicator." in call.name}
-    wanted |= {"send", "recv"}
-    try:
-        nccl = importlib.import_module("cupy.cuda.nccl")
-    except ImportError as error:
-        pytest.skip(f"cupy is not installed: {error}")
-    assert not [name for name in wanted if not hasattr(nccl.NcclCommunicator, name)]
+    owner = found(installed, name) if name else installed
+    assert not [each for each in wanted if not hasattr(owner, each)]

@@ -250,6 +250,11 @@ def test_fields_that_leave_no_token_are_an_error() -> None:
 # --- on a device
 
 
+def as_on_a_device(logits_RV: torch.Tensor, sequences: list[Sequence]) -> TokenSampler:
+    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
+        return TokenSampler(logits_RV, sequences)
+
+
 @given(
     st.lists(
         st.tuples(requests(), st.lists(SIZES, min_size=12, max_size=12)), min_size=1, max_size=5
@@ -260,13 +265,10 @@ def test_device_samples_a_batch_as_the_host_samples_its_rows(
     rows: list[tuple[tuple[Sampling, list[int]], list[float]]], factor: float
 ) -> None:
     logits_RV = torch.tensor([logits for _, logits in rows]) * factor
-    samples = []
-    sequences = [[sequence_of(*request) for request, _ in rows] for _ in range(2)]
-    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
-        batch = TokenSampler(logits_RV, sequences[0])
-    for sampler, each in ((batch, sequences[0]), (TokenSampler(logits_RV), sequences[1])):
-        samples.append([sampler.sample(row, sequence) for row, sequence in enumerate(each)])
-    assert samples[0] == samples[1]
+    one, other = ([sequence_of(*request) for request, _ in rows] for _ in range(2))
+    batch, single = as_on_a_device(logits_RV, one), TokenSampler(logits_RV)
+    for row, sequences in enumerate(zip(one, other, strict=True)):
+        assert batch.sample(row, sequences[0]) == single.sample(row, sequences[1])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -274,12 +276,9 @@ def test_device_reports_bad_rows_alone(value: float) -> None:
     logits_RV = torch.zeros(3, 8)
     logits_RV[0, 3] = value
     blocked = Sampling(min_tokens=2, stop_token_ids=list(range(1, 8)))
-    settings = [Sampling(top_p=0.5, logprobs=1), blocked, Sampling(seed=3)]
-    sequences = [sequence_of(sampling) for sampling in settings]
-    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
-        sampler = TokenSampler(logits_RV, sequences)
-    with pytest.raises(NotFiniteError):
-        sampler.sample(0, sequences[0])
-    with pytest.raises(SamplingError, match="no token is left"):
-        sampler.sample(1, sequences[1])
+    sequences = [sequence_of(each) for each in (Sampling(logprobs=1), blocked, Sampling(seed=3))]
+    sampler = as_on_a_device(logits_RV, sequences)
+    for row, error in enumerate((NotFiniteError, SamplingError)):
+        with pytest.raises(error):
+            sampler.sample(row, sequences[row])
     assert sampler.sample(2, sequences[2]) == TokenSampler(logits_RV).sample(2, sequences[2])

@@ -156,39 +156,33 @@ def test_invalid_setting_is_rejected(override: str, what: str) -> None:
         load_config(None, [override])
 
 
-# Settings beside a mode's own.
-_BESIDE = {
-    "groups.expert_ranks": [],
+_ALONE = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
+_BESIDE = {  # what a mode needs
     "experts.slots, experts.bytes (expert ranks)": ["experts.slots=9"],
-    "experts.speculative=speculated": ["experts.slots=9", "groups.prefill_ranks=1",
-                                       "groups.expert_ranks=0", "groups.attention_ranks=0"],
-    "experts.storage_format=true": [],
-}  # fmt: skip
+    "experts.speculative=speculated": ["experts.slots=9", *_ALONE],
+    "prefill.experts=cached": ["experts.slots=9"],
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", MODES, ids=[mode.setting for mode in MODES])
 def test_mode_is_tested_on_a_device_or_refused_by_name(mode: Mode, device: str) -> None:
-    alone = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
-    prefill = [*alone, "experts.slots=9"] if mode.setting.endswith("=cached") else alone
-    is_prefill = mode.setting.startswith("prefill.")
-    beside = prefill if is_prefill else _BESIDE.get(mode.setting, [])
-    own = [mode.setting] if "=" in mode.setting else []
-    settings = [f"groups.device={device}", *beside, *own]
+    settings = [f"groups.device={device}", *_BESIDE.get(mode.setting, [])]
+    settings += _ALONE if mode.setting.startswith("prefill.") else []
+    settings += [mode.setting] if "=" in mode.setting else []
     tested = mode.cuda if device == "cuda" else mode.cpu
     if tested:
         assert (ROOT / tested).is_file()
         assert mode.is_set(load_config(None, settings))
-    else:
-        with pytest.raises(ConfigError, match=f"not with groups.device={device}") as caught:
-            load_config(None, settings)
-        assert f"{mode.setting}: not" in caught.value.message
-        assert mode.instead in caught.value.message
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, settings)
+    expected = f"{mode.setting}: not with groups.device={device}: {mode.instead}"
+    assert expected in caught.value.message
 
 
 def test_every_kind_of_experts_and_channel_is_a_mode() -> None:
     names = {mode.setting for mode in MODES}
-    for section, key in ((PrefillConfig, "experts"), (ChannelConfig, "backend")):
-        values = set(get_args(get_type_hints(section)[key])) - {"auto"}
-        prefix = f"{'prefill' if section is PrefillConfig else 'channel'}.{key}="
-        assert {f"{prefix}{value}" for value in values} <= names
+    for key, section in (("prefill.experts", PrefillConfig), ("channel.backend", ChannelConfig)):
+        values = get_args(get_type_hints(section)[key.partition(".")[2]])
+        assert {f"{key}={value}" for value in values if value != "auto"} <= names

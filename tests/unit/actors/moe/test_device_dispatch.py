@@ -14,7 +14,6 @@ from actors.moe.device_dispatch import (
     PACKET_PARTS,
     DeviceDispatch,
     DeviceSlice,
-    placement_tables,
 )
 from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
 from actors.moe.routing_sample import RoutingSample
@@ -154,20 +153,16 @@ def test_sums_of_a_device_equal_those_of_the_host(case: Case, clamped: ClampedGa
     assert torch.equal(sums[1], sums[0])
 
 
-@given(cases, st.integers(0, 10_000))
-def test_packets_are_cut_again_as_on_the_host(case: Case, seed: int) -> None:
-    other = Case(4, len(case.placed.bounds), 1, 1, seed)
+@given(cases, st.integers(0, 1))
+def test_packets_are_cut_again_as_on_the_host(case: Case, empty_ranks: int) -> None:
     experts = len(case.placed.slots_of_expert)
-    placed = LayerSlots(range(experts), bounds_of([0] * (seed % 2) + [experts]))
-    assert other.placed is not placed
-    expected = {(p.token_group, p.rank): p for p in case.on_host}
+    placed = LayerSlots(range(experts), bounds_of([0] * empty_ranks + [experts]))
+    expected = {(p.token_group, p.rank): p.recut(case.placed, placed, 9) for p in case.on_host}
     for piece in case.on_device():
         again = piece.recut(case.placed, placed, 9)
-        host = expected.get((piece.token_group, piece.rank))
-        assert bool(again) == (host is not None)
-        if host is not None:
-            for one, ref in zip(again, host.recut(case.placed, placed, 9), strict=True):
-                same(one.on_host(), ref)
+        host = expected.get((piece.token_group, piece.rank), [])
+        for one, other in zip(again, host, strict=True):
+            same(one.on_host(), other)
 
 
 def test_counts_and_samples_follow_without_a_wait() -> None:
@@ -188,10 +183,3 @@ def test_counts_and_samples_follow_without_a_wait() -> None:
     for name in ("tokens", "copies", "pairs_R"):
         assert getattr(counts, name) == getattr(expected, name), name
     assert counts._most_used() == expected._most_used()
-
-
-def test_replicas_are_used_in_turn() -> None:
-    placed = LayerSlots([0, 1, 2, 1, 0, 1], [(0, 2), (2, 4), (4, 6)])
-    tables = placement_tables(placed, CPU)
-    ids_TK = torch.tensor([[0], [0], [0], [1], [1], [1], [2]])
-    assert tables.slots(ids_TK).flatten().tolist() == [4, 0, 4, 5, 3, 1, 2]

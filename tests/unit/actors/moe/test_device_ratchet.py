@@ -8,7 +8,6 @@ packets on an expert rank.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -89,7 +88,7 @@ def test_layer_reads_nothing_on_the_host(
     plan = Plan(r2=groups)
     backend.drop(backend.dispatch(KEY, hidden_TD, routed, plan))  # copies the placement once
     channel.sent.clear()
-    counts = [DeviceCounts(EXPERTS) for _ in range(3)]
+    counts = [DeviceCounts() for _ in range(3)]
     kernels = LaunchedKernels() if triton else None
     with patch.object(fused_ops, "fused_kernels", lambda x: kernels):
         with counts[0].beside(kernels):
@@ -101,8 +100,10 @@ def test_layer_reads_nothing_on_the_host(
         with counts[1].beside(kernels):
             run_to_end(backend.combine(hidden_TD, pending, None))
         shapes = (EXPERTS // RANKS, 2 * F, D), (EXPERTS // RANKS, D, F)
-        layer = ExpertLayer(*(linears(torch.empty(shape, **BF16)) for shape in shapes))
-        half: Any = ExpertHalf(SimpleNamespace(), {0: range(EXPERTS // RANKS)}, {0: layer})  # type: ignore[arg-type]
+        gate_up, down = (linears(torch.empty(shape, **BF16)) for shape in shapes)
+        layer = ExpertLayer(gate_up, down)
+        spec: Any = None
+        half = ExpertHalf(spec, {0: range(EXPERTS // RANKS)}, {0: layer})
         received = [packet(*each) for each in channel.sent[:1] * 3]
         with counts[2].beside(kernels):
             run_to_end(ResidentExperts(half).begin(received, merge(received).pairs).steps)
@@ -155,6 +156,6 @@ def test_sampling_reads_once_for_a_batch() -> None:
     for sampling in settings:
         submit = Submit(request_id=1, token_ids=[1, 2, 3], sampling=sampling)
         sequences.append(Sequence((0, 1), submit, 4))
-    with DeviceCounts(100) as counts:
+    with DeviceCounts() as counts:
         TokenSampler(torch.empty(64, 1000, device="meta"), sequences)
     assert counts.host_reads == 1
