@@ -92,6 +92,7 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
     if as_on_a_device:
         monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
         monkeypatch.setattr(remote_backend, "plan_dispatch", None)
+        monkeypatch.setattr(remote_backend.RemoteBackend, "layer_decoder", lambda self, kv: None)
         monkeypatch.setattr(ExpertHalf, "steps", None)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")

@@ -1,4 +1,4 @@
-"""Dispatch on a device, with CPU tensors, against numpy's; and its bounds, on the meta device."""
+"""Dispatch on a device against numpy's: with CPU tensors, or on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.moe.backend import TaskKey
-from actors.moe.device_dispatch import (
-    PACKET_PARTS,
-    DeviceDispatch,
-    DeviceSlice,
-)
+from actors.moe.device_dispatch import PACKET_PARTS, DeviceDispatch, DeviceSlice
 from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
 from actors.moe.routing_sample import RoutingSample
 from contracts.placement import bounds_of
@@ -31,6 +27,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.placements import replicated
 
 CPU = torch.device("cpu")
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
 
 class Case:
@@ -59,11 +56,24 @@ class Case:
     def on_host(self) -> list[RankSlice]:
         return plan_dispatch(self.ids_TK.numpy(), self.weights_TK.numpy(), self.groups, self.placed)
 
-    def on_device(self, dispatch: DeviceDispatch | None = None) -> list[DeviceSlice]:
-        ranks = len(self.placed.bounds)
-        dispatch = dispatch or DeviceDispatch(CPU, DispatchCounts(ranks), None, lambda: 0.0)
-        routed = RoutedTokens(self.x_TD, self.ids_TK, self.weights_TK)
-        return dispatch.plan(self.key, routed, self.groups, self.placed)
+    def on_device(
+        self, dispatch: DeviceDispatch | None = None, device: torch.device = CPU
+    ) -> list[DeviceSlice]:
+        """Plan twice, the second time without waiting for a GPU if no `dispatch` is given."""
+        tensors = (each.to(device) for each in (self.x_TD, self.ids_TK, self.weights_TK))
+        plan = self.key, RoutedTokens(*tensors), self.groups, self.placed
+        if dispatch is not None:
+            return dispatch.plan(*plan)
+        counts = DispatchCounts(len(self.placed.bounds))
+        dispatch = DeviceDispatch(device, counts, None, lambda: 0.0)
+        dispatch.plan(*plan)  # copies the placement
+        if device is CPU:
+            return dispatch.plan(*plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return dispatch.plan(*plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 cases = st.builds(
@@ -88,14 +98,15 @@ def same(found: RankSlice, expected: RankSlice) -> None:
 @given(cases)
 def test_packets_of_a_device_equal_those_of_the_host(case: Case) -> None:
     """Packets in memory of their own, as a channel's; those without a pair are additional."""
-    found = {}
-    for piece in case.on_device():
-        out = [torch.empty(spec.shape, dtype=spec.torch_dtype) for spec in piece.parts(case.x_TD)]
-        piece.fill(case.x_TD, out)
+    found, x_TD = {}, case.x_TD.bfloat16()
+    for piece in case.on_device(device=HERE):
+        specs = piece.parts(x_TD)
+        out = [torch.empty(spec.shape, dtype=spec.torch_dtype, device=HERE) for spec in specs]
+        piece.fill(x_TD.to(HERE), out)
         received = piece._replace(pairs_CM=out[1], counts_e=out[2]).on_host()
         rows = slice(None) if received.rows_U is None else received.rows_U
-        sent_TD = case.x_TD[piece.start : piece.stop] if received.rows_U is None else case.x_TD
-        assert torch.equal(out[0][: received.num_rows], sent_TD[rows])
+        sent_TD = x_TD[piece.start : piece.stop] if received.rows_U is None else x_TD
+        assert torch.equal(out[0][: received.num_rows].cpu(), sent_TD[rows])
         if len(received.index_N):
             found[piece.token_group, piece.rank] = received
         else:

@@ -8,6 +8,7 @@ packets on an expert rank.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -47,29 +48,22 @@ BF16: Any = {"dtype": torch.bfloat16, "device": "meta"}
 KEY = TaskKey(1, 0, 0, Priority.LS)
 
 
-class Channel:
-    """An endpoint with memory on the device. sent: (peer, header, tensors)."""
+def channel() -> Any:
+    """Return an endpoint with memory on the device. sent: (peer, header, tensors)."""
+    sent: list[Any] = []
+    arrived: list[Packet] = []
 
-    name, epoch = "attention-0", 1
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, Header, Any]] = []
-        self.arrived: list[Packet] = []
-
-    def reserve(self, peer: str, parts: list[TensorSpec]) -> Reservation:
+    def reserve(peer: str, parts: list[TensorSpec]) -> Reservation:
         made = [torch.empty(p.shape, dtype=p.torch_dtype, device="meta") for p in parts]
         return Reservation(peer, tuple(parts), lay_out(parts), made)
 
-    def commit(self, reservation: Reservation, header: Header) -> None:
-        self.sent.append((reservation.peer, header, reservation.tensors))
+    def commit(reserved: Reservation, header: Header) -> None:
+        sent.append((reserved.peer, header, reserved.tensors))
 
-    def poll(self, timeout_s: float) -> list[Packet]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-
-def packet(peer: str, header: Header, tensors: Any) -> Packet:
-    return Packet(peer, header, tensors, 0.0, None)
+    return SimpleNamespace(
+        name="attention-0", epoch=1, sent=sent, arrived=arrived, reserve=reserve, commit=commit,
+        poll=lambda timeout_s: [arrived.pop() for _ in range(len(arrived))],
+    )  # fmt: skip
 
 
 # Launches of a layer's parts, with torch's operations and with triton's kernels.
@@ -78,24 +72,25 @@ def packet(peer: str, header: Header, tensors: Any) -> Packet:
 def test_layer_reads_nothing_on_the_host(
     triton: bool, bounds: tuple[int, int, int], tokens: int, groups: int
 ) -> None:
-    channel: Any = Channel()
+    endpoint = channel()
     placement = ExpertPlacement(contiguous(EXPERTS, RANKS, num_layers=1, moe_layers=[0]))
     names = [f"expert-{rank}" for rank in range(RANKS)]
-    backend = RemoteBackend(channel, placement, names, Timeline(99), lambda: 0.0)
+    backend = RemoteBackend(endpoint, placement, names, Timeline(99), lambda: 0.0)
     x_TD, hidden_TD = (torch.empty(tokens, D, **BF16) for _ in range(2))
     ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
     routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))
     plan = Plan(r2=groups)
     backend.drop(backend.dispatch(KEY, hidden_TD, routed, plan))  # copies the placement once
-    channel.sent.clear()
+    endpoint.sent.clear()
     counts = [DeviceCounts() for _ in range(3)]
     kernels = LaunchedKernels() if triton else None
     with patch.object(fused_ops, "fused_kernels", lambda x: kernels):
         with counts[0].beside(kernels):
             pending = backend.dispatch(KEY, hidden_TD, routed, plan)
-        for peer, header, tensors in channel.sent:
+        for peer, header, tensors in endpoint.sent:
             answer = Header(PacketKind.E2A, 1, 1, 0, 0, header.token_group)
-            channel.arrived.append(packet(peer, answer, [torch.empty_like(tensors[0])]))
+            reply = [torch.empty_like(tensors[0])]
+            endpoint.arrived.append(Packet(peer, answer, reply, 0.0, None))
         backend.poll(0.0, idle=False)
         with counts[1].beside(kernels):
             run_to_end(backend.combine(hidden_TD, pending, None))
@@ -104,7 +99,7 @@ def test_layer_reads_nothing_on_the_host(
         layer = ExpertLayer(gate_up, down)
         spec: Any = None
         half = ExpertHalf(spec, {0: range(EXPERTS // RANKS)}, {0: layer})
-        received = [packet(*each) for each in channel.sent[:1] * 3]
+        received = [Packet(*each, 0.0, None) for each in endpoint.sent[:1] * 3]
         with counts[2].beside(kernels):
             run_to_end(ResidentExperts(half).begin(received, merge(received).pairs).steps)
     packets = RANKS * groups
