@@ -10,8 +10,15 @@ from typing import NamedTuple
 import torch
 
 from actors.batching.batch_builder import Chunk
-from actors.batching.device_sampler import RowSample, sample_on_device
-from actors.batching.sampler import MIN_LOGPROB, draw, not_finite, token_logprob, uniform
+from actors.batching.sampler import (
+    MIN_LOGPROB,
+    RowSample,
+    draw,
+    not_finite,
+    sample_on_device,
+    token_logprob,
+    uniform,
+)  # fmt: skip
 from actors.batching.sequence import Sequence, SequenceKey, logged_failure_reply
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens

@@ -107,9 +107,9 @@ class _Sampled(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    layers: list[int]
+    layer: int
+    placed: LayerSlots
     totals: Arrival
-    placed: list[LayerSlots]
 
 
 class DeviceDispatch:
@@ -126,7 +126,7 @@ class DeviceDispatch:
         self._lane = device_lane(device)
         self._tables: dict[LayerSlots, PlacementTables] = {}
         self._sampled: deque[_Sampled] = deque()
-        self._totals: dict[int, tuple[LayerSlots, Tensor]] = {}  # by layer, since the last copy
+        self._totals: dict[tuple[int, LayerSlots], Tensor] = {}  # since they were copied last
         self._counted: deque[_Counted] = deque()
         self._counted_s = clock()
 
@@ -172,32 +172,23 @@ class DeviceDispatch:
             assert self._sample is not None
             self._sample.routed(owner, ids.tensor.numpy())
         while self._counted and self._counted[0].totals.is_ready:
-            layers, totals, placed = self._counted.popleft()
-            for layer, line, slots in zip(layers, totals.tensor.numpy(), placed, strict=True):
-                self._counts.add_totals(layer, line, slots)
+            layer, placed, totals = self._counted.popleft()
+            self._counts.add_totals(layer, totals.tensor.numpy(), placed)
 
     def _count(self, layer: int, plan: DevicePlan, placed: LayerSlots) -> None:
         """Add to the totals on the device; copy them from time to time."""
         self._counts.tokens += plan.goes_RT.shape[1]
         line = torch.cat([plan.goes_RT.sum(1, dtype=torch.int32), plan.counts_GS.sum(0)])
-        known = self._totals.get(layer)
-        if known is not None and known[0] is placed:
-            known[1].add_(line)
+        known = self._totals.get((layer, placed))
+        if known is None:
+            self._totals[layer, placed] = line.long()
         else:
-            if known is not None:
-                self._copy_totals()
-            self._totals[layer] = placed, line.long()
-        if self._clock() - self._counted_s >= COUNTS_PERIOD_S:
-            self._copy_totals()
-
-    def _copy_totals(self) -> None:
-        """Start a copy of all totals, which begin again at zero."""
+            known.add_(line)
+        if self._clock() - self._counted_s < COUNTS_PERIOD_S:
+            return
         self._counted_s = self._clock()
-        for length in {len(total) for _, total in self._totals.values()}:
-            chosen = {n: each for n, each in self._totals.items() if len(each[1]) == length}
-            stacked = torch.stack([total for _, total in chosen.values()])
-            placed = [slots for slots, _ in chosen.values()]
-            self._counted.append(_Counted(list(chosen), self._lane.fetch(stacked), placed))
+        for (number, slots), totals in self._totals.items():
+            self._counted.append(_Counted(number, slots, self._lane.fetch(totals)))
         self._totals.clear()
 
 

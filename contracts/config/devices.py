@@ -28,69 +28,51 @@ class Mode(NamedTuple):
     instead: str = ""
 
 
-_GROUP, _ON_CPU = "tests/oracle/test_group_fidelity.py", "set groups.device=cpu"
-_PREFILL, _CHANNELS = "tests/oracle/test_prefill_fidelity.py", "tests/gpu/test_channels_cuda.py"
-_STREAMED = "tests/gpu/test_streamed_cuda.py"
-_OWN_WEIGHTS = "use resident, streamed or cached"
-
-
-def _prefill(kind: str, cuda: str = "", cpu: str = _PREFILL) -> Mode:
+def _prefill(kind: str, cuda: str = "", cpu: str = "tests/oracle/test_prefill_fidelity.py") -> Mode:
     return Mode(
         f"prefill.experts={kind}",
         lambda config: config.groups.prefill_ranks > 0 and config.prefill.experts == kind,
         cpu,
         cuda,
-        _OWN_WEIGHTS,
+        "use resident, streamed or cached",
     )
 
 
-def _channel(kind: str, *, cpu: str = "", cuda: str = "") -> Mode:
-    instead = "use shm, tcp or auto" if cuda else "use nccl, ipc or auto"
+def _channel(kind: str, cpu: str, cuda: str) -> Mode:
     return Mode(
         f"channel.backend={kind}",
         lambda config: config.groups.ranks > 1 and config.channel.backend == kind,
         cpu,
         cuda,
-        instead,
+        f"use {'shm, tcp' if cuda else 'nccl, ipc'} or auto",
     )
 
 
+_GROUP, _STREAMED = "tests/oracle/test_group_fidelity.py", "tests/gpu/test_streamed_cuda.py"
+_HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_channels_cuda.py"
+_INSTEAD = "leave it out, or set groups.device=cpu"
 MODES = (
-    Mode(
-        "groups.expert_ranks",
-        lambda config: config.groups.expert_ranks > 0,
-        _GROUP,
-        "tests/oracle/test_placements.py",
-    ),
-    Mode(
-        "experts.slots, experts.bytes (expert ranks)",
-        lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
-        _GROUP,
-        instead=f"leave experts.slots and experts.bytes out, or {_ON_CPU}",
-    ),
-    Mode(
-        "experts.storage_format=true",
-        lambda config: config.experts.storage_format is True,
-        "tests/oracle/test_quantised_checkpoints.py",
-        instead=f"leave it out, or {_ON_CPU}",
-    ),
-    Mode(
-        "experts.speculative=speculated",
-        lambda config: config.experts.speculative == "speculated",
-        "tests/unit/actors/offload/test_cached_backend.py",
-        instead=f"leave it out, or {_ON_CPU}",
-    ),
+    Mode("groups.expert_ranks", lambda config: config.groups.expert_ranks > 0,
+         _GROUP, "tests/oracle/test_placements.py"),
+    Mode("experts.slots, experts.bytes (expert ranks)",
+         lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
+         _GROUP, instead=_INSTEAD),
+    Mode("experts.storage_format=true", lambda config: config.experts.storage_format is True,
+         "tests/oracle/test_quantised_checkpoints.py", instead=_INSTEAD),
+    Mode("experts.speculative=speculated",
+         lambda config: config.experts.speculative == "speculated",
+         "tests/unit/actors/offload/test_cached_backend.py", instead=_INSTEAD),
     _prefill("resident", _STREAMED),
     _prefill("streamed", _STREAMED),
     _prefill("cached", "tests/gpu/test_cached_cuda.py"),
     _prefill("gathered"),
     _prefill("hybrid"),
     _prefill("all_to_all", cpu="tests/oracle/test_placements.py"),
-    _channel("shm", cpu="tests/unit/actors/channels/test_backends.py"),
-    _channel("tcp", cpu="tests/unit/actors/channels/test_backends.py"),
-    _channel("nccl", cuda=_CHANNELS),
-    _channel("ipc", cuda=_CHANNELS),
-)
+    _channel("shm", _HOST, ""),
+    _channel("tcp", _HOST, ""),
+    _channel("nccl", "", _CUDA),
+    _channel("ipc", "", _CUDA),
+)  # fmt: skip
 
 
 def refusal(config: TandemConfig, device: str) -> str:

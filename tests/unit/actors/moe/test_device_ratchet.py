@@ -99,7 +99,8 @@ def test_layer_reads_nothing_on_the_host(
         layer = ExpertLayer(gate_up, down)
         spec: Any = None
         half = ExpertHalf(spec, {0: range(EXPERTS // RANKS)}, {0: layer})
-        received = [Packet(*each, 0.0, None) for each in endpoint.sent[:1] * 3]
+        peer, header, tensors = endpoint.sent[0]
+        received = [Packet(peer, header, tensors, 0.0, None) for _ in range(3)]
         with counts[2].beside(kernels):
             run_to_end(ResidentExperts(half).begin(received, merge(received).pairs).steps)
     packets = RANKS * groups
