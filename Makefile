@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Each of the hundreds of processes that tests start would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check quick lint ruff types layers docs format gpu chaos clean
+.PHONY: demo test check quick lint ruff types layers docs format gpu gpu-list chaos clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
@@ -28,6 +28,10 @@ quick: $(VENV)/.installed
 # All that needs a GPU; installs nothing. ARGS: --list, --only PART …
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# What each part of it shows with one GPU and with two, and from what figure on it passes.
+gpu-list:
+	$(GPU_PYTHON) -m benchmarks.gpu --list $(ARGS)
 
 # 200 faults under load, and what becomes of each answer: on one node, between two, on Ray. ARGS:
 # --seed N, --dtype bfloat16 --undisturbed 60 …

@@ -37,12 +37,14 @@ _PYTEST: Final = (
 
 
 class Part(NamedTuple):
-    """module: run with -m. needs: packages beside `COMMON`."""
+    """module: run with -m. needs: packages beside `COMMON`. one, two: what so many GPUs show."""
 
     name: str
     what: str
     module: Sequence[str]
     needs: Sequence[str] = ()
+    one: str = ""
+    two: str = ""
 
     def command(self, results: Path) -> list[str]:
         arguments = [word.replace("RESULTS", str(results)) for word in self.module]
@@ -51,50 +53,38 @@ class Part(NamedTuple):
 
 PARTS: Final = (
     Part(
-        "tests",
-        "tests/gpu, and triton's kernels against the references",
-        (*_PYTEST, "tests/gpu", "tests/unit/kernels/test_triton.py"),
-        (
-            "pytest",
-            "hypothesis",
-            "xdist",
-            "transformers",
-            "tokenizers",
-            "triton",
-            "prometheus_client",
-        ),
+        "tests", "tests/gpu, and triton's kernels against the references",
+        (*_PYTEST, "tests/gpu", "tests/unit/kernels/test_triton.py",
+         "tests/unit/actors/moe/test_device_dispatch.py"),
+        ("pytest", "hypothesis", "xdist", "transformers", "tokenizers", "triton",
+         "prometheus_client"),
+        "all pass: packets and sums of a device have the CPU's bits, and no call waits for it",
+        "the NCCL tests are not skipped",
     ),
     Part(
-        "kernels",
-        "few tokens with experts in slots, beside torch's products and the memory's rate",
-        ("benchmarks", "slot_kernels", "--output", "RESULTS/slot_kernels.json"),
-        ("triton",),
+        "kernels", "few tokens with experts in slots, beside torch's products",
+        ("benchmarks", "slot_kernels", "--output", "RESULTS/slot_kernels.json"), ("triton",),
+        "70 % of the memory's bytes/s (2.3 TB/s on an H100) from 8 pairs on",
     ),
     Part(
-        "offloaded",
-        "decode with 10 to 100 % of the experts kept, contexts of 1k and 64k, beside Eq. 1",
+        "offloaded", "decode with 10 to 100 % of the experts kept, contexts of 1k and 64k",
         ("benchmarks", "offloaded_on_gpu", "--output", "RESULTS/offloaded_on_gpu.json"),
-        ("tokenizers",),
+        ("tokenizers",), "80 % of the tokens/s of Eq. 1; at 100 % kept, of resident experts",
     ),
     Part(
-        "streamed",
-        "prefill with experts streamed from the host's memory beside resident ones",
-        (
-            "benchmarks",
-            "streamed_on_gpu",
-            "--limit-s",
-            "330",
-            "--output",
-            "RESULTS/streamed_on_gpu.json",
-        ),
+        "streamed", "prefill with experts streamed from the host's memory beside resident ones",
+        ("benchmarks", "streamed_on_gpu", "--limit-s", "330",
+         "--output", "RESULTS/streamed_on_gpu.json"), (),
+        "MFU 40 % with resident experts; streamed: 95 % of it above the threshold, and 95 % of the "
+        "copies' time overlapped",
     ),
     Part(
-        "channels",
-        "round trips and bandwidth of CUDA IPC on one GPU, of NCCL between two",
-        ("benchmarks", "channels", "--output", "RESULTS/channels_gpu.json"),
-        ("cupy",),
+        "channels", "round trips and bandwidth of CUDA IPC on one GPU, of NCCL between two",
+        ("benchmarks", "channels", "--output", "RESULTS/channels_gpu.json"), ("cupy",),
+        "IPC: 80 % of a device copy's bytes/s", "NCCL: 80 % of the link's (360 GB/s one way on an "
+        "H100's NVLink); 95 % of A2E and E2A overlapped with compute",
     ),
-)
+)  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -115,6 +105,7 @@ def main(arguments: list[str] | None = None, parts: Sequence[Part] = PARTS) -> i
         for part in chosen:
             needs = f" (needs {', '.join(part.needs)})" if part.needs else ""
             print(f"{part.name:10} {part.what}{needs}")
+            print(f"{'':10} one GPU: {part.one}\n{'':10} two: {part.two or 'the same'}")
         return 0
     missing = why_no_gpu()
     if missing:

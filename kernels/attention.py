@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_ops import attend
+from kernels.device import upload
 from kernels.packed_attention import (
     Keys,
     PackedPart,
@@ -447,21 +448,22 @@ def _decode_part(
 ) -> DecodePart:
     widths = [_width(seq.context, window) for seq in group]
     width = widths[0]
-    rows_B = torch.tensor([seq.first for seq in group], device=device)
-    newest = [_newest(seq.slots_S, width) for seq, width in zip(group, widths, strict=True)]
+    rows = np.array([seq.first for seq in group])
+    newest = [_newest(seq.host_keys, width) for seq, width in zip(group, widths, strict=True)]
     only = newest[0]
     if len(group) == 1 and isinstance(only, slice):
-        return DecodePart(rows_B, only, width, None)
-    slots_BS = padded_slots(newest, width)
+        return DecodePart(upload([rows], device)[0], only, width, None)
+    arrays = [rows, np.array(widths), padded_slots(newest, width).ravel()]
+    rows_B, widths_B, slots_N = upload(arrays, device)
     mask = None
     if min(widths) < width:
-        hidden_BS = torch.arange(width) >= torch.tensor(widths).unsqueeze(1)
-        mask = torch.zeros(len(group), width).masked_fill_(hidden_BS, float("-inf"))
-        mask = mask.to(device=device, dtype=dtype).view(len(group), 1, 1, width)
-    return DecodePart(rows_B, slots_BS.flatten().to(device), width, mask)
+        hidden_BS = torch.arange(width, device=device) >= widths_B.unsqueeze(1)
+        mask = torch.zeros(hidden_BS.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden_BS, float("-inf")).view(len(group), 1, 1, width)
+    return DecodePart(rows_B, slots_N, width, mask)
 
 
-def _newest(keys: Keys, width: int) -> Keys:
+def _newest(keys: slice | NDArray[np.int64], width: int) -> slice | NDArray[np.int64]:
     if isinstance(keys, slice):
         return slice(keys.stop - width, keys.stop)
-    return keys[keys.shape[0] - width :]
+    return keys[len(keys) - width :]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -92,36 +93,78 @@ def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:
 
 
 def _is_compiled(x: Tensor) -> bool:
-    return not x.is_cuda and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
+    return x.is_cpu and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
 
 
-def gated(h_NF2: Tensor) -> Tensor:
-    """Return silu(gate) * up of [N, 2F], as a fresh [N, F]."""
+def gated(h_NF2: Tensor, count: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up of [N, 2F], as a fresh [N, F]. count: as of `gather_rows`."""
     own = fused_kernels(h_NF2)
     if own is None:
         return experts.gated(h_NF2)
-    out_NF: Tensor = own.gated(h_NF2)
+    out_NF: Tensor = own.gated(h_NF2, count)
     return out_NF
 
 
-def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
-    """Return x[rows] as a new tensor [N, D]."""
+def gather_rows(x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Tensor:
+    """Return x[rows] as a new tensor [N, D].
+
+    count int32 [1], on the device: number of rows that are needed; the others may hold anything.
+    """
     own = fused_kernels(x_TD)
     if own is None or not x_TD.is_contiguous():
         return x_TD.index_select(0, rows_N)
-    out_ND: Tensor = own.gather_rows(x_TD, rows_N)
+    out_ND: Tensor = own.gather_rows(x_TD, rows_N, count)
     return out_ND
 
 
-def weighted_sum(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
-    """Fill out_TD float32: each token's weighted sum of the rows places_TK of y, in order of k."""
+def weighted_sum(
+    y_ND: Tensor,
+    places_TK: Tensor,
+    weights_TK: Tensor,
+    out_TD: Tensor,
+    count: Tensor | None = None,
+) -> None:
+    """Fill out_TD float32: each token's weighted sum of the rows places_TK of y, in order of k.
+
+    count int32 [1]: rows of y from there on, which may hold anything, count as zeros.
+    """
     own = fused_kernels(y_ND)
     if own is not None:
-        own.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
+        own.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD, count)
         return
+    if count is not None:
+        rest_N1 = torch.arange(len(y_ND), device=y_ND.device).unsqueeze(1) >= count
+        y_ND = y_ND.masked_fill(rest_N1, 0.0)
     out_TD.zero_()
     for k in range(places_TK.shape[1]):
-        out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
+        # Rounded before it is added, as on CPUs; addcmul_ would round once.
+        out_TD += y_ND.index_select(0, places_TK[:, k]) * weights_TK[:, k : k + 1]
+
+
+def pack_rows(
+    x_TD: Tensor, rows_C: Tensor, meta: Sequence[Tensor], outs: Sequence[Tensor], absent: int
+) -> None:
+    """Fill outs with x[rows_C] [C, D] and copies of `meta`, pairs [C, 2K] int32 and counts_e.
+
+    Rows of x whose K local experts are all `absent` need not be copied: nothing reads them.
+    """
+    x_CD, *others = outs
+    own = fused_kernels(x_TD)
+    if own is not None and x_TD.is_contiguous():
+        own.pack_rows(x_TD, rows_C, *meta, *outs, absent)
+        return
+    torch.index_select(x_TD, 0, rows_C, out=x_CD)
+    for tensor, out in zip(meta, others, strict=True):
+        out.copy_(tensor)
+
+
+def add_rows(total_TD: Tensor, rows_C: Tensor, y_CD: Tensor) -> None:
+    """Add y to distinct rows of total, in place and in total's dtype."""
+    own = fused_kernels(y_CD)
+    if own is not None and y_CD.is_contiguous():
+        own.add_rows(total_TD, rows_C, y_CD)
+        return
+    total_TD.index_add_(0, rows_C, y_CD.to(total_TD.dtype))
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:

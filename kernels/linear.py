@@ -198,11 +198,13 @@ def _missing(rows: int) -> int:
 
 
 class ExpertLinears(Sequence[Product]):
-    """Products of e experts. weight_eNK: all weights; None if reordered or with biases."""
+    """Products of e experts. weight_eNK, bias_eN: of all; weight_eNK is None if reordered."""
 
-    def __init__(self, products: Sequence[Product], weight_eNK: Tensor | None) -> None:
+    def __init__(
+        self, products: Sequence[Product], weight_eNK: Tensor | None, bias_eN: Tensor | None = None
+    ) -> None:
         self._products = tuple(products)
-        self.weight_eNK = weight_eNK
+        self.weight_eNK, self.bias_eN = weight_eNK, bias_eN
         self._addresses: NDArray[np.int64] | None = None
         kinds = {getattr(product, "kind", None) for product in self._products}
         self._kind = kinds.pop() if len(kinds) == 1 else None
@@ -214,7 +216,7 @@ class ExpertLinears(Sequence[Product]):
 
     @property
     def out_features(self) -> int:
-        """N of the products, which must have panels."""
+        """N of the products, which must be packed."""
         return self._products[0].shape[0]  # type: ignore[attr-defined, no-any-return]
 
     @property
@@ -237,15 +239,15 @@ class ExpertLinears(Sequence[Product]):
 
 
 def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    whole = bias_eN is None and not is_packed(weight_eNK.dtype, weight_eNK.device)
+    whole = not is_packed(weight_eNK.dtype, weight_eNK.device)
     products = list(map(PackedLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
-    return ExpertLinears(products, weight_eNK if whole else None)
+    return ExpertLinears(products, weight_eNK if whole else None, bias_eN if whole else None)
 
 
 def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
     """Return products of weights that are not moved, so that their memory may be overwritten."""
     products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
-    return ExpertLinears(products, weight_eNK if bias_eN is None else None)
+    return ExpertLinears(products, weight_eNK, bias_eN)
 
 
 def _rows(weight_eNK: Tensor, bias_eN: Tensor | None) -> Sequence[Tensor | None]:

@@ -16,8 +16,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.device import upload
 
 Keys = slice | Tensor  # consecutive pool slots (a view) or a list (a gather)
 
@@ -27,12 +30,24 @@ class SequenceRows:
     """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
 
     slots_S: pool slots of positions 0 .. start+count-1, a slice if they are consecutive.
+    host_slots_S: the same, of a batch on a device; plans are made from it.
     """
 
     first: int
     count: int
     start: int
     slots_S: Keys
+    host_slots_S: NDArray[np.int64] | None = None
+
+    @property
+    def host_keys(self) -> slice | NDArray[np.int64]:
+        """Slots on the host. Waits for the device if they are only there."""
+        if isinstance(self.slots_S, slice):
+            return self.slots_S
+        if self.host_slots_S is not None:
+            return self.host_slots_S
+        slots_S: NDArray[np.int64] = self.slots_S.numpy(force=True)
+        return slots_S
 
     @property
     def context(self) -> int:
@@ -55,15 +70,15 @@ def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 
-def padded_slots(keys_B: Sequence[Keys], width: int) -> Tensor:
-    """Return [B, width] int64 on the CPU: each sequence's slots, then zeros."""
+def padded_slots(keys_B: Sequence[slice | NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+    """Return [B, width]: each sequence's slots, then zeros."""
     slots_BS = np.zeros((len(keys_B), width), dtype=np.int64)
     for slots_S, keys in zip(slots_BS, keys_B, strict=True):
         if isinstance(keys, slice):
             slots_S[: keys.stop - keys.start] = np.arange(keys.start, keys.stop)
         else:
-            slots_S[: len(keys)] = keys.numpy(force=True)
-    return torch.from_numpy(slots_BS)
+            slots_S[: len(keys)] = keys
+    return slots_BS
 
 
 _SHORT_SCORES = 1 << 14  # of one head; above, a call of its own costs little
@@ -131,16 +146,20 @@ def short_part(
     """dtype: of the queries."""
     B, Q = len(group), max(seq.count for seq in group)
     S = max(seq.context for seq in group)
-    firsts_B1 = torch.tensor([seq.first for seq in group]).unsqueeze(1)
-    counts_B1 = torch.tensor([seq.count for seq in group]).unsqueeze(1)
-    there_BQ = torch.arange(Q) < counts_B1
-    rows_BQ = (firsts_B1 + torch.arange(Q)).where(there_BQ, 0)
-    places_N = there_BQ.flatten().nonzero().squeeze(1)
+    firsts_B1 = np.array([[seq.first] for seq in group])
+    counts_B1 = np.array([[seq.count] for seq in group])
+    there_BQ = np.arange(Q) < counts_B1
+    rows_N = np.where(there_BQ, firsts_B1 + np.arange(Q), 0).ravel()
+    places_N = there_BQ.ravel().nonzero()[0]
+    keys_N = padded_slots([seq.host_keys for seq in group], S).ravel()
+    chosen_N, places, padded_rows, keys = upload(
+        [rows_N[places_N], places_N, rows_N, keys_N], device
+    )
     return ShortPart(
-        rows_N=rows_BQ.flatten()[places_N].to(device),
-        places_N=places_N.to(device),
-        padded_rows=rows_BQ.flatten().to(device),
-        keys=padded_slots([seq.slots_S for seq in group], S).flatten().to(device),
+        rows_N=chosen_N,
+        places_N=places,
+        padded_rows=padded_rows,
+        keys=keys,
         sequences=B,
         mask=_mask([seq.start for seq in group], Q, S, dtype, device),
     )
@@ -235,9 +254,10 @@ def packed_part(
     seqs = [seq for seq in sequences if seq.count]
     counts, contexts = [seq.count for seq in seqs], [seq.context for seq in seqs]
     earlier = any(seq.start for seq in seqs)
+    ends_q, ends_k = upload([_ends(counts), _ends(contexts)], device)
     return PackedPart(
-        ends_q=_ends(counts, device),
-        ends_k=_ends(contexts, device),
+        ends_q=ends_q,
+        ends_k=ends_k,
         longest_q=max(counts),
         longest_k=max(contexts),
         keys=_joined([seq.slots_S for seq in seqs], device) if earlier else None,
@@ -273,8 +293,8 @@ def attend_packed(
     return out_THd
 
 
-def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+def _ends(sizes: Sequence[int]) -> NDArray[np.int32]:
+    return np.array([0, *itertools.accumulate(sizes)], np.int32)
 
 
 def _joined(keys: Sequence[Keys], device: torch.device) -> Tensor:

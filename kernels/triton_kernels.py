@@ -18,6 +18,7 @@ from torch import Tensor
 
 _HEADS = 16  # per program
 _OUTPUTS, _INPUTS = 8, 256  # of a product, per program and iteration
+_ROW_BLOCK = 1024  # elements of a row per program: whole long rows do not fit the registers
 
 
 @triton.jit
@@ -74,34 +75,97 @@ def _rope(
 
 
 @triton.jit
-def _gate(h_ptr, out_ptr, F, BLOCK: tl.constexpr):
+def _gate(h_ptr, out_ptr, count_ptr, F, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = F
+    if COUNTED:
+        width = tl.where(n < tl.load(count_ptr), F, 0)
     kind = out_ptr.dtype.element_ty
-    gate = tl.load(h_ptr + n * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + n * 2 * F + F + i, mask=i < F, other=0.0).to(tl.float32)
+    gate = tl.load(h_ptr + n * 2 * F + i, mask=i < width, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + n * 2 * F + F + i, mask=i < width, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out_ptr + n * F + i, (silu * up).to(kind), mask=i < F)
+    tl.store(out_ptr + n * F + i, (silu * up).to(kind), mask=i < width)
 
 
 @triton.jit
-def _sum(y_ptr, places_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(
+    y_ptr,
+    places_ptr,
+    weights_ptr,
+    out_ptr,
+    count_ptr,
+    D,
+    K: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         place = tl.load(places_ptr + t * K + k)
         weight = tl.load(weights_ptr + t * K + k)
-        total += weight * tl.load(y_ptr + place * D + i, mask=i < D, other=0.0).to(tl.float32)
+        width = D
+        if COUNTED:
+            width = tl.where(place < tl.load(count_ptr), D, 0)
+        total += weight * tl.load(y_ptr + place * D + i, mask=i < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * D + i, total, mask=i < D)
 
 
 @triton.jit
-def _take(x_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
+def _take(x_ptr, rows_ptr, out_ptr, count_ptr, D, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = D
+    if COUNTED:
+        width = tl.where(n < tl.load(count_ptr), D, 0)
     row = tl.load(rows_ptr + n)
-    tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < D), mask=i < D)
+    tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < width), mask=i < width)
+
+
+@triton.jit
+def _pack(
+    x_ptr,
+    rows_ptr,
+    pairs_ptr,
+    counts_ptr,
+    x_out_ptr,
+    pairs_out_ptr,
+    counts_out_ptr,
+    absent,
+    D,
+    e,
+    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    c = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, PAIRS)
+    pairs = tl.load(pairs_ptr + c * 2 * K + k, mask=k < 2 * K, other=0)
+    tl.store(pairs_out_ptr + c * 2 * K + k, pairs, mask=k < 2 * K)
+    if c == 0:
+        j = tl.arange(0, EXPERTS)
+        tl.store(counts_out_ptr + j, tl.load(counts_ptr + j, mask=j < e), mask=j < e)
+    least = tl.min(tl.where(k < K, pairs, absent), axis=0)
+    if least < absent:
+        row = tl.load(rows_ptr + c)
+        for first in range(0, D, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * D + i, mask=i < D)
+            tl.store(x_out_ptr + c * D + i, x, mask=i < D)
+
+
+@triton.jit
+def _add(total_ptr, rows_ptr, y_ptr, D, BLOCK: tl.constexpr):
+    c = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = total_ptr + tl.load(rows_ptr + c) * D + i
+    kind = total_ptr.dtype.element_ty
+    y = tl.load(y_ptr + c * D + i, mask=i < D, other=0.0).to(kind).to(tl.float32)
+    total = tl.load(at, mask=i < D, other=0.0).to(tl.float32) + y
+    tl.store(at, total.to(kind), mask=i < D)
 
 
 @triton.jit
@@ -164,8 +228,9 @@ def _slot_product(
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
     """Return the RMS norm of a contiguous x."""
     out, D = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(D)
     _norm[(x.numel() // D,)](
-        x, weight_D, out, D, eps, ONCE=round_once, BLOCK=triton.next_power_of_2(D)
+        x, weight_D, out, D, eps, ONCE=round_once, BLOCK=block, num_warps=norm_warps(block)
     )
     return out
 
@@ -193,27 +258,97 @@ def norm_and_rope(
     return out_THd
 
 
-def gated(h_NF2: Tensor) -> Tensor:
-    """Return silu(gate) * up, [N, F], of a contiguous h."""
+def norm_warps(block: int) -> int:
+    """Return the warps of a norm, whose row must fit the registers of a program."""
+    return max(4, min(16, block // 1024))
+
+
+def _block(size: int) -> int:
+    """Return the elements of a row per program."""
+    return min(_ROW_BLOCK, int(triton.next_power_of_2(size)))
+
+
+def gated(h_NF2: Tensor, count: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, [N, F], of a contiguous h. count: rows to compute, on the device."""
     N, F = h_NF2.shape[0], h_NF2.shape[1] // 2
     out_NF = torch.empty(N, F, dtype=h_NF2.dtype, device=h_NF2.device)
-    _gate[(N,)](h_NF2, out_NF, F, BLOCK=triton.next_power_of_2(F))
+    grid, given = (N, triton.cdiv(F, _block(F))), h_NF2 if count is None else count
+    _gate[grid](h_NF2, out_NF, given, F, COUNTED=count is not None, BLOCK=_block(F))
     return out_NF
 
 
-def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
-    """Return x[rows], [N, D], of a contiguous x."""
+def gather_rows(x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Tensor:
+    """Return x[rows], [N, D], of a contiguous x. count: rows to copy, on the device."""
     N, D = rows_N.shape[0], x_TD.shape[1]
     out_ND = torch.empty(N, D, dtype=x_TD.dtype, device=x_TD.device)
-    _take[(N,)](x_TD, rows_N, out_ND, D, BLOCK=triton.next_power_of_2(D))
+    grid, given = (N, triton.cdiv(D, _block(D))), rows_N if count is None else count
+    _take[grid](x_TD, rows_N, out_ND, given, D, COUNTED=count is not None, BLOCK=_block(D))
     return out_ND
 
 
-def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
-    """Fill out_TD float32 with weighted sums of K rows of y. All tensors are contiguous."""
+def weighted_sums(
+    y_ND: Tensor,
+    places_TK: Tensor,
+    weights_TK: Tensor,
+    out_TD: Tensor,
+    count: Tensor | None = None,
+) -> None:
+    """Fill out_TD float32 with weighted sums of K rows of y. All tensors are contiguous.
+
+    count, on the device: rows of y from there on count as zeros.
+    """
     T, K = places_TK.shape
     D = y_ND.shape[1]
-    _sum[(T,)](y_ND, places_TK, weights_TK, out_TD, D, K=K, BLOCK=triton.next_power_of_2(D))
+    grid, counted = (T, triton.cdiv(D, _block(D))), count is not None
+    given = places_TK if count is None else count
+    _sum[grid](
+        y_ND,
+        places_TK,
+        weights_TK,
+        out_TD,
+        given,
+        D,
+        K=K,
+        COUNTED=counted,
+        BLOCK=_block(D),
+        enable_fp_fusion=False,  # a product is rounded before it is added, as on CPUs
+    )
+
+
+def pack_rows(
+    x_TD: Tensor,
+    rows_C: Tensor,
+    pairs_CM: Tensor,
+    counts_e: Tensor,
+    x_CD: Tensor,
+    pairs_out_CM: Tensor,
+    counts_out_e: Tensor,
+    absent: int,
+) -> None:
+    """Fill a packet: x[rows], except rows with absent experts only, pairs, and counts."""
+    (C, M), D, e = pairs_CM.shape, x_TD.shape[1], counts_e.shape[0]
+    _pack[(C,)](
+        x_TD,
+        rows_C,
+        pairs_CM,
+        counts_e,
+        x_CD,
+        pairs_out_CM,
+        counts_out_e,
+        absent,
+        D,
+        e,
+        K=M // 2,
+        PAIRS=triton.next_power_of_2(M),
+        EXPERTS=triton.next_power_of_2(e),
+        BLOCK=_block(D),
+    )
+
+
+def add_rows(total_TD: Tensor, rows_C: Tensor, y_CD: Tensor) -> None:
+    """Add y to distinct rows of total, rounded to total's dtype."""
+    C, D = y_CD.shape
+    _add[(C, triton.cdiv(D, _block(D)))](total_TD, rows_C, y_CD, D, BLOCK=_block(D))
 
 
 def slot_experts(

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import torch
 
 from actors.batching.batch_builder import Chunk
+from actors.batching.sampler import (
+    MIN_LOGPROB,
+    RowSample,
+    draw,
+    not_finite,
+    sample_on_device,
+    token_logprob,
+    uniform,
+)  # fmt: skip
 from actors.batching.sequence import Sequence, SequenceKey, logged_failure_reply
-from contracts.errors import NotFiniteError, SamplingError
+from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
-from contracts.requests import GREEDY_BELOW, Sampling
+from contracts.requests import GREEDY_BELOW
+from kernels.device import runs_on_device
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-
-MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
-MAX_SAFE_LOGIT = 1e30
-ROUNDING = 2**-22  # in float32
-_DRAWN_BYTES = 6  # fewer bits than float64: a draw times a sum stays below the sum
 
 
 class TokenSampler:
     """Next tokens of some rows of logits, sampled row by row so that errors stay with a row.
 
-    One arg max serves all rows. Rows with a temperature below GREEDY_BELOW use it. The others draw
-    from the sequence's seed and the position only, so tokens depend neither on the batch nor on the
-    rank, nor on which rank drew the earlier ones.
+    One arg max serves all rows; a device samples all of them at once. Rows with a temperature below
+    GREEDY_BELOW use it. The others draw from the sequence's seed and the position only, so tokens
+    depend neither on the batch nor on the rank, nor on which rank drew the earlier ones.
     """
 
-    def __init__(self, logits_RV: torch.Tensor) -> None:
+    def __init__(
+        self, logits_RV: torch.Tensor, sequences: SequenceOf[Sequence] | None = None
+    ) -> None:
+        """sequences: of the rows, for a device; None: each row is sampled alone."""
         self._logits_RV = logits_RV
+        self._samples: list[RowSample] | None = None
+        if sequences is not None and runs_on_device(logits_RV.device):
+            self._samples = sample_on_device(logits_RV, sequences)
+            return
         peaks_R, best_R = logits_RV.max(-1)  # in a row with a NaN: the NaN
         self._best: list[int] = best_R.tolist()
         self._peaks: list[float] = peaks_R.tolist()
@@ -44,6 +55,8 @@ class TokenSampler:
 
         Raises SamplingError, or what torch raises.
         """
+        if self._samples is not None:
+            return _checked(self._samples[row])
         sampling = sequence.submit.sampling
         assert sampling is not None
         token, peak = self._best[row], self._peaks[row]
@@ -55,79 +68,29 @@ class TokenSampler:
             largest, place = chosen_by_V.max(-1)
             token, peak = int(place), float(largest)
             if not math.isfinite(peak):
-                raise SamplingError("no token is left that the request's fields allow")
+                raise _none_left()
         if sampling.temperature >= GREEDY_BELOW:
             drawn = uniform(sequence.seed, sequence.generated)
-            token = _draw(chosen_by_V, peak, sampling, drawn)
+            token = draw(chosen_by_V, peak, sampling, drawn)
         num_top = sampling.logprobs
         return token, None if num_top is None else token_logprob(logits_V, token, num_top)
 
 
-def not_finite() -> NotFiniteError:
-    return NotFiniteError(
-        "the model's logits are not finite numbers: no token can be drawn. If this persists, the "
-        "checkpoint is damaged, or model.dtype is too narrow for it"
-    )
+def _none_left() -> SamplingError:
+    return SamplingError("no token is left that the request's fields allow")
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of generated token `position`, independent per pair."""
-    packed = struct.pack("<qq", seed, position)
-    digest = hashlib.blake2b(packed, digest_size=_DRAWN_BYTES).digest()
-    return int.from_bytes(digest, "little") / (1 << 8 * _DRAWN_BYTES)
-
-
-def distribution(
-    logits_V: torch.Tensor, peak: float, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return probabilities to draw from, not normalized, and their ids (None: all, in order).
-
-    Applies temperature, then min_p, top_k and top_p. The likeliest token, whose logit is `peak`, is
-    always included.
-    """
-    logits_V = logits_V.float()
-    if abs(peak) > MAX_SAFE_LOGIT:  # divided by the temperature it would be infinite
-        logits_V, peak = logits_V - peak, 0.0
-    scaled_V = logits_V / sampling.temperature
-    if sampling.min_p > 0:
-        min_logit = peak / sampling.temperature + math.log(sampling.min_p)
-        min_logit -= ROUNDING * abs(min_logit)  # keeps the likeliest with min_p 1
-        scaled_V.masked_fill_(scaled_V < min_logit, -math.inf)
-    limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
-    if sampling.top_p >= 1 and limit >= len(scaled_V):
-        return scaled_V.softmax(-1), None
-    sorted_K, ids_K = scaled_V.topk(min(limit, len(scaled_V)))
-    probs_K = sorted_K.softmax(-1)
-    # keep the smallest set whose probability reaches top_p: drop a token if those before it do
-    dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
-    dropped_K[0] = False  # top_p may be 0 in float32
-    probs_K[dropped_K] = 0.0
-    return probs_K, ids_K
-
-
-def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float) -> int:
-    """Return the token at which the cumulative probability passes `drawn` of the whole.
-
-    probs_K   | 0.5             | 0.25    | 0 | 0.25    |
-    drawn     0 ..............................^ 0.8      1     the last one
-    """
-    probs_K, ids_K = distribution(logits_V, peak, sampling)
-    sums_K = probs_K.cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(sums_K, drawn * float(sums_K[-1]), right=True)
-    return int(place if ids_K is None else ids_K[place])
-
-
-def token_logprob(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return the log-probability of the token and the `num_top` best. Raises SamplingError."""
-    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
-    logprob = float(logprobs_V[token])
-    if math.isnan(logprob):  # one NaN or +inf logit makes all of them NaN
+def _checked(sample: RowSample) -> tuple[int, TokenLogprob | None]:
+    """Return a sample of a device. Raises as `TokenSampler.sample`."""
+    token, peak, allowed, logprobs, best = sample
+    if not math.isfinite(peak) or any(map(math.isnan, logprobs[:1])):
         raise not_finite()
-    if num_top == 0:
-        return TokenLogprob(logprob)
-    values, ids = logprobs_V.topk(min(num_top, len(logprobs_V)))
-    top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(logprob, top)
+    if not math.isfinite(allowed):
+        raise _none_left()
+    if not logprobs:
+        return token, None
+    top = list(zip(best, logprobs[1:], strict=True))
+    return token, TokenLogprob(logprobs[0], top) if top else TokenLogprob(logprobs[0])
 
 
 LOGIT_ROWS = 256  # bounds the fp32 logits [rows, vocabulary] of a long echoed prompt
@@ -234,7 +197,8 @@ class Finisher:
         for candidates, rows in rows_of.items():  # equal within a bulk job
             pairs = _candidate_scores(_rows(logits_RV, rows), candidates)
             scores.update(zip(rows, pairs, strict=True))
-        sampler = TokenSampler(_rows(logits_RV, generating)) if generating else None
+        sequences = [piece[row].sequence for row in generating]
+        sampler = TokenSampler(_rows(logits_RV, generating), sequences) if generating else None
         places = {row: place for place, row in enumerate(generating)}
         return _PieceLogits(logits_RV, sampler, places, scores)
 

@@ -32,11 +32,8 @@ from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.dispatch import (
     DispatchCounts,
     RankSlice,
-    add_slice,
-    fill_slice,
     plan_dispatch,
     send_slice,
-    slice_parts,
 )
 from actors.moe.expert_server import merge
 from actors.telemetry.telemetry import Timeline
@@ -139,7 +136,7 @@ class AllToAll:
         for rank, worker in enumerate(self._workers):
             if rank in slices:
                 y_UD = local if worker == own.peer else replies[worker].tensors[0]
-                run_to_end(add_slice(out_TD, slices[rank], y_UD))
+                run_to_end(slices[rank].add_to(out_TD, y_UD))
         for packet in replies.values():
             packet.release()
         return out_TD
@@ -216,9 +213,9 @@ class AllToAll:
 
 
 def _packed(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
-    parts = slice_parts(piece, x_TD)
+    parts = piece.parts(x_TD)
     tensors = [torch.empty(p.shape, dtype=p.torch_dtype, device=x_TD.device) for p in parts]
-    fill_slice(piece, x_TD, tensors)
+    piece.fill(x_TD, tensors)
     return tensors
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.channels.factory import rank_endpoint
 from actors.gather.all_to_all import AllToAll, LockstepBackend
-from actors.gather.peer_source import PeerSource, check_placement, own_part
+from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
@@ -257,7 +257,6 @@ def _gathered(
     host: fills a window of the shard, and replaces lost peers. None: the whole shard is read now,
     from the checkpoint.
     """
-    check_placement(spec)
     model = layout.spec
     check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
     _, layers = split_layers(model, spec.config.prefill.resident_layers)

@@ -40,7 +40,6 @@ from contracts.errors import (
     HandshakeError,
     PeerError,
     PeerHungError,
-    ResourceError,
 )
 from contracts.logs import event
 from contracts.ranks import Group, RankSpec, rank_name
@@ -200,16 +199,6 @@ def own_part(spec: RankSpec, layout: ExpertLayout) -> ExpertRange:
     return ExpertRange(layout, *expert_ranges(spec.placement)[spec.rank])
 
 
-def check_placement(spec: RankSpec) -> None:
-    """Raise ResourceError where weights cannot be gathered."""
-    if spec.device != "cpu" or spec.backend not in ("shm", "tcp"):
-        raise ResourceError(
-            f"prefill.experts={spec.config.prefill.experts} moves weights between CPU workers over "
-            f"shm or tcp, not to {spec.device} over {spec.backend}: set prefill.experts to "
-            "resident or streamed"
-        )
-
-
 def _is_far(host: str) -> bool:
     """Return whether peers may be on other machines, as a replaced one may."""
     return host not in ("localhost", "::1") and not host.startswith("127.")
@@ -221,8 +210,7 @@ class PeerSource:
     def __init__(
         self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource
     ) -> None:
-        """part: as `own_part` returns, held by `shard`. Raises ResourceError."""
-        check_placement(spec)
+        """part: as `own_part` returns, held by `shard`."""
         self.name = spec.name
         self._spec, self._config = spec, spec.config.channel
         self.shard = shard

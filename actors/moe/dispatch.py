@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,41 @@ class RankSlice(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.stop - self.start if self.rows_U is None else len(self.rows_U)
+
+    def parts(self, x_TD: Tensor) -> list[TensorSpec]:
+        """Return the parts of an A2E packet: x_UD, index_N, weights_N, counts_e."""
+        pairs = len(self.index_N)
+        return [
+            TensorSpec(str(x_TD.dtype).removeprefix("torch."), (self.num_rows, x_TD.shape[1])),
+            TensorSpec("int32", (pairs,)),
+            TensorSpec("float32", (pairs,)),
+            TensorSpec("int32", (len(self.counts_e),)),
+        ]
+
+    def fill(self, x_TD: Tensor, out: Sequence[Tensor]) -> None:
+        """Write the packet to `out`, laid out as `parts`."""
+        x_UD, index_N, weights_N, counts_e = out
+        if self.rows_U is None:
+            x_UD.copy_(x_TD[self.start : self.stop])
+        else:
+            rows_U = torch.from_numpy(self.rows_U).to(x_TD.device)
+            torch.index_select(x_TD, 0, rows_U, out=x_UD)
+        index_N.copy_(torch.from_numpy(self.index_N))
+        weights_N.copy_(torch.from_numpy(self.weights_N))
+        counts_e.copy_(torch.from_numpy(self.counts_e))
+
+    def add_to(self, total_TD: Tensor, y_UD: Tensor) -> Steps[None]:
+        """Add the reply to the rows it came from, tile by tile."""
+        if self.rows_U is None:
+            yield from add_tiled(total_TD[self.start : self.stop], y_UD)
+            return
+        rows_U = torch.from_numpy(self.rows_U).to(total_TD.device)
+        for tile in row_tiles(y_UD):
+            total_TD.index_add_(0, rows_U[tile], y_UD[tile].to(total_TD.dtype))
+            yield
+
+    def recut(self, before: LayerSlots, placed: LayerSlots, first_group: int) -> list[RankSlice]:
+        return recut(self, before, placed, first_group)
 
 
 # Rank, token group, its start and stop, slots among those of all token groups, sorted pairs.
@@ -165,48 +200,53 @@ def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[
     return found
 
 
-def slice_parts(piece: RankSlice, x_TD: Tensor) -> list[TensorSpec]:
-    """Return the parts of an A2E packet: x_UD, index_N, weights_N, counts_e."""
-    pairs = len(piece.index_N)
-    return [
-        TensorSpec(str(x_TD.dtype).removeprefix("torch."), (piece.num_rows, x_TD.shape[1])),
-        TensorSpec("int32", (pairs,)),
-        TensorSpec("float32", (pairs,)),
-        TensorSpec("int32", (len(piece.counts_e),)),
-    ]
+class Slice(Protocol):
+    """A packet that knows how to be written and how its reply is added."""
+
+    def parts(self, x_TD: Tensor) -> list[TensorSpec]: ...
+    def fill(self, x_TD: Tensor, out: Sequence[Tensor]) -> None: ...
 
 
-def fill_slice(piece: RankSlice, x_TD: Tensor, out: Sequence[Tensor]) -> None:
-    """Write the packet of `piece` to `out`, laid out as `slice_parts`."""
-    x_UD, index_N, weights_N, counts_e = out
-    if piece.rows_U is None:
-        x_UD.copy_(x_TD[piece.start : piece.stop])
-    else:
-        rows_U = torch.from_numpy(piece.rows_U).to(x_TD.device)
-        torch.index_select(x_TD, 0, rows_U, out=x_UD)
-    index_N.copy_(torch.from_numpy(piece.index_N))
-    weights_N.copy_(torch.from_numpy(piece.weights_N))
-    counts_e.copy_(torch.from_numpy(piece.counts_e))
-
-
-def send_slice(
-    endpoint: Endpoint, peer: str, header: Header, piece: RankSlice, x_TD: Tensor
-) -> None:
+def send_slice(endpoint: Endpoint, peer: str, header: Header, piece: Slice, x_TD: Tensor) -> None:
     """Send the rows and pairs of `piece` to `peer`. Raises as `Endpoint.reserve`."""
-    reservation = endpoint.reserve(peer, slice_parts(piece, x_TD))
-    fill_slice(piece, x_TD, reservation.tensors)
+    reservation = endpoint.reserve(peer, piece.parts(x_TD))
+    piece.fill(x_TD, reservation.tensors)
     endpoint.commit(reservation, header)
 
 
-def add_slice(total_TD: Tensor, piece: RankSlice, y_UD: Tensor) -> Steps[None]:
-    """Add the reply to `piece` to the rows it came from, tile by tile."""
-    if piece.rows_U is None:
-        yield from add_tiled(total_TD[piece.start : piece.stop], y_UD)
-        return
-    rows_U = torch.from_numpy(piece.rows_U).to(total_TD.device)
-    for tile in row_tiles(y_UD):
-        total_TD.index_add_(0, rows_U[tile], y_UD[tile].to(total_TD.dtype))
-        yield
+def recut(
+    piece: RankSlice, before: LayerSlots, placed: LayerSlots, first_group: int
+) -> list[RankSlice]:
+    """Cut the pairs of `piece`, placed by `before`, into slices of `placed`, rank by rank.
+
+    The new slices are token groups of their own, numbered from first_group.
+    """
+    low, high = before.bounds[piece.rank]
+    expert_N = np.repeat(before.expert_of_slot[low:high], piece.counts_e)
+    row_N = piece.index_N + piece.start if piece.rows_U is None else piece.rows_U[piece.index_N]
+    slot_N = placed.of_pairs(expert_N[:, None])[:, 0]
+    order_N = slot_N.argsort(kind="stable")
+    counts_S = np.bincount(slot_N, minlength=placed.count).astype(np.int32)
+    ends = [0, *counts_S.cumsum().tolist()]
+    slices: list[RankSlice] = []
+    for rank, (first, last) in enumerate(placed.bounds):
+        pairs_N = order_N[ends[first] : ends[last]]
+        if not len(pairs_N):
+            continue
+        rows_U, index_N = np.unique(row_N[pairs_N], return_inverse=True)
+        slices.append(
+            RankSlice(
+                rank,
+                first_group + len(slices),
+                piece.start,
+                piece.stop,
+                rows_U.astype(np.int64),
+                index_N.astype(np.int32).ravel(),
+                piece.weights_N[pairs_N],
+                counts_S[first:last],
+            )
+        )
+    return slices
 
 
 TOP_EXPERTS = 8  # added at each scrape
@@ -271,6 +311,15 @@ class DispatchCounts:
         for rank, (low, high) in enumerate(placed.bounds):
             self.pairs_R[rank] += int(pairs_S[low:high].sum())
             known.pairs_of_ranks[rank] += pairs_S[low:high]
+
+    def add_totals(self, layer: int, line: NDArray[np.int64], placed: LayerSlots) -> None:
+        """Count packets of a layer whose tokens are counted. line: rows by rank, pairs by slot."""
+        known, ranks = self._pairs_of(layer, placed), len(placed.bounds)
+        self.copies += int(line[:ranks].sum())
+        for rank, (low, high) in enumerate(placed.bounds):
+            pairs_e = line[ranks + low : ranks + high]
+            self.pairs_R[rank] += int(pairs_e.sum())
+            known.pairs_of_ranks[rank] += pairs_e
 
     def _pairs_of(self, layer: int, placed: LayerSlots) -> _LayerPairs:
         known = self._layers.get(layer)

@@ -8,6 +8,7 @@ There is no barrier across attention ranks: an idle or lost one does not delay t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -28,8 +29,9 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
+from actors.moe.device_dispatch import PACKET_PARTS
 from actors.moe.direct_calls import CallServer
-from actors.moe.rank_experts import MergedPairs, RankExperts
+from actors.moe.rank_experts import DevicePairs, MergedPairs, RankExperts
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
@@ -56,12 +58,17 @@ class QueueKey(NamedTuple):
 class MergedGroups(NamedTuple):
     """Token groups of one call; group g owns rows first_row[g] to first_row[g + 1]."""
 
-    pairs: MergedPairs
+    pairs: MergedPairs | DevicePairs
     first_row: list[int]
 
 
 def merge(packets: list[Packet]) -> MergedGroups:
-    """Concatenate token groups; pairs are sorted by local expert, ties in packet order."""
+    """Concatenate token groups; pairs are sorted by local expert, ties in packet order.
+
+    Those of a device are sorted later, there.
+    """
+    if len(packets[0].tensors) == PACKET_PARTS:
+        return _merge_on_device(packets)
     if len(packets) == 1:
         x_UD, rows_N, weights_N, counts_e = packets[0].tensors
         return MergedGroups(MergedPairs(x_UD, rows_N, weights_N, counts_e), [0, x_UD.shape[0]])
@@ -80,6 +87,15 @@ def merge(packets: list[Packet]) -> MergedGroups:
         torch.stack([packet.tensors[3] for packet in packets]).sum(0),
     )
     return MergedGroups(pairs, first_row)
+
+
+def _merge_on_device(packets: list[Packet]) -> MergedGroups:
+    first_row = [0, *itertools.accumulate(packet.rows for packet in packets)]
+    if len(packets) == 1:
+        return MergedGroups(DevicePairs(*packets[0].tensors), first_row)
+    x_of, pairs_of, counts_of = zip(*(packet.tensors for packet in packets), strict=True)
+    counts_e = torch.stack(counts_of).sum(0, dtype=torch.int32)
+    return MergedGroups(DevicePairs(torch.cat(x_of), torch.cat(pairs_of), counts_e), first_row)
 
 
 class MergedCall:

@@ -31,6 +31,14 @@ class MergedPairs(NamedTuple):
     counts_e: Tensor
 
 
+class DevicePairs(NamedTuple):
+    """Packets of a device, one after the other (actors/moe/device_dispatch.py)."""
+
+    x_CD: Tensor
+    pairs_CM: Tensor
+    counts_e: Tensor
+
+
 class Computation:
     """Computation of one merged call, by default with resident experts."""
 
@@ -66,7 +74,7 @@ class RankExperts:
         """`Computation.missing` of waiting token groups."""
         return 0
 
-    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs | DevicePairs) -> Computation:
         """Start the computation of waiting token groups."""
         raise NotImplementedError
 
@@ -129,9 +137,12 @@ class ResidentExperts(RankExperts):
         if self.calls is not None:
             self.calls.close()
 
-    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs | DevicePairs) -> Computation:
         header = packets[0].header
-        return Computation(self._halves[header.generation].steps(header.layer, *pairs))
+        half = self._halves[header.generation]
+        if isinstance(pairs, DevicePairs):
+            return Computation(half.device_steps(header.layer, *pairs))
+        return Computation(half.steps(header.layer, *pairs))
 
 
 class _CachedComputation(Computation):
@@ -196,7 +207,10 @@ class CachedExperts(RankExperts):
     def missing(self, packets: Sequence[Packet]) -> int | None:
         return _missing([self._requests[packet] for packet in packets])
 
-    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _CachedComputation:
+    def begin(
+        self, packets: Sequence[Packet], pairs: MergedPairs | DevicePairs
+    ) -> _CachedComputation:
+        assert isinstance(pairs, MergedPairs)  # caches of ranks are on the CPU
         x_UD, rows_N, weights_N, counts_e = pairs
         pairs_of = self._pair_counts(packets[0].header, counts_e)
         requests = [self._requests.pop(packet) for packet in packets]

@@ -26,10 +26,11 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
+from actors.moe.device_dispatch import DeviceDispatch
 from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
-from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
+from actors.moe.dispatch import DispatchCounts, plan_dispatch, send_slice
 from actors.moe.prefetcher import make_prefetcher
-from actors.moe.remote_pending import RemotePending
+from actors.moe.remote_pending import Piece, RemotePending
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -37,6 +38,7 @@ from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
+from kernels.device import runs_on_device
 from kernels.steps import Steps, add_tiled, row_tiles, zero_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
@@ -45,7 +47,7 @@ from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
-from planner.placement.slots import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, LayerSlots
 from planner.schedule.batch_plan import token_group_bounds
 
 log = logging.getLogger("tandem.experts")
@@ -87,6 +89,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._clock = clock
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
         self._last_reply_s: dict[str, float] = {}  # by expert rank
+        self._on_device: DeviceDispatch | None = None  # made for the first rows on a device
         self._placement_client = placement_client
         self._half = half
         self._decoder: RemoteLayerDecoder | None = None
@@ -104,6 +107,8 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._rank_of = {name: rank for rank, name in enumerate(topology.experts)}
         if self._decoder is not None:
             self._decoder.use(topology)
+        if self._on_device is not None:
+            self._on_device.forget_placements()
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         half = self._half
@@ -126,17 +131,8 @@ class RemoteBackend(ExpertBackend[RemotePending]):
     ) -> RemotePending:
         """Send one A2E packet per token group and expert rank with work in it."""
         routed = self._prefetcher.select_routing(key, routed)
-        topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
-        if self._sample is not None:
-            self._sample.routed(key.owner, topk_ids_TK)
-        tokens, placed = len(topk_ids_TK), self._topology.slots.layer(key.layer)
-        slices = plan_dispatch(
-            topk_ids_TK,
-            routed.topk_weights_TK.cpu().numpy(),
-            token_group_bounds(tokens, plan.r2),
-            placed,
-        )
-        self._counts.add(key.layer, tokens, slices, placed)
+        placed = self._topology.slots.layer(key.layer)
+        slices = self._slices(key, routed, plan, placed)
         client = self._placement_client
         present = 0 if client is None else client.begin_layer()
         pending = self._pending[key.owner] = RemotePending(
@@ -150,7 +146,27 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._prefetcher.predict_next(key, hidden_TD, routed)  # while the experts run
         return pending
 
-    def _send(self, pending: RemotePending, slices: Sequence[RankSlice]) -> None:
+    def _slices(
+        self, key: TaskKey, routed: RoutedTokens, plan: Plan, placed: LayerSlots
+    ) -> Sequence[Piece]:
+        """Return the packets of a layer, planned where the rows are."""
+        x_TD, topk_ids_TK = routed.x_TD, routed.topk_ids_TK
+        tokens = len(topk_ids_TK)
+        groups = token_group_bounds(tokens, plan.r2)
+        if runs_on_device(x_TD.device):
+            if self._on_device is None:
+                self._on_device = DeviceDispatch(
+                    x_TD.device, self._counts, self._sample, self._clock
+                )
+            return self._on_device.plan(key, routed, groups, placed)
+        ids_TK = topk_ids_TK.numpy()
+        if self._sample is not None:
+            self._sample.routed(key.owner, ids_TK)
+        slices = plan_dispatch(ids_TK, routed.topk_weights_TK.numpy(), groups, placed)
+        self._counts.add(key.layer, tokens, slices, placed)
+        return slices
+
+    def _send(self, pending: RemotePending, slices: Sequence[Piece]) -> None:
         """Send slices; hold those of lost ranks."""
         for piece in slices:
             pending.sent_s = self._clock()
@@ -164,7 +180,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
                     raise
                 pending.hold(piece)
 
-    def _send_slice(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
+    def _send_slice(self, key: TaskKey, piece: Piece, x_TD: Tensor, sent_s: float) -> None:
         header = self._header(PacketKind.A2E, key, key.layer, piece.token_group, sent_s)
         peer = self._topology.experts[piece.rank]
         send_slice(self._endpoint, peer, header, piece, x_TD)
@@ -225,6 +241,8 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             self._take(channel_events)
         elif self._pending:
             self._check_replies()
+        if self._on_device is not None:
+            self._on_device.poll()
         if self._placement_client is not None:
             self._refresh_topology(self._placement_client)
         return bool(channel_events)
@@ -323,7 +341,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         for piece in pending.slices:
             reply = piece.token_group, piece.rank
             packet = pending.replies[reply]
-            yield from add_slice(total_TD, piece, packet.tensors[0])
+            yield from piece.add_to(total_TD, packet.tensors[0])
             del pending.replies[reply]  # only now: `drop` releases the remaining ones
             packet.release()
             yield

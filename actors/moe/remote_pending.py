@@ -8,51 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from actors.channels.base import Packet
 from actors.moe.backend import TaskKey
+from actors.moe.device_dispatch import DeviceSlice
 from actors.moe.dispatch import RankSlice
 from planner.placement.slots import LayerSlots
 
-
-def recut(
-    piece: RankSlice, before: LayerSlots, placed: LayerSlots, first_group: int
-) -> list[RankSlice]:
-    """Cut the pairs of `piece`, placed by `before`, into slices of `placed`, rank by rank.
-
-    The new slices are token groups of their own, numbered from first_group.
-    """
-    low, high = before.bounds[piece.rank]
-    expert_N = np.repeat(before.expert_of_slot[low:high], piece.counts_e)
-    row_N = piece.index_N + piece.start if piece.rows_U is None else piece.rows_U[piece.index_N]
-    slot_N = placed.of_pairs(expert_N[:, None])[:, 0]
-    order_N = slot_N.argsort(kind="stable")
-    counts_S = np.bincount(slot_N, minlength=placed.count).astype(np.int32)
-    ends = [0, *counts_S.cumsum().tolist()]
-    slices: list[RankSlice] = []
-    for rank, (first, last) in enumerate(placed.bounds):
-        pairs_N = order_N[ends[first] : ends[last]]
-        if not len(pairs_N):
-            continue
-        rows_U, index_N = np.unique(row_N[pairs_N], return_inverse=True)
-        slices.append(
-            RankSlice(
-                rank,
-                first_group + len(slices),
-                piece.start,
-                piece.stop,
-                rows_U.astype(np.int64),
-                index_N.astype(np.int32).ravel(),
-                piece.weights_N[pairs_N],
-                counts_S[first:last],
-            )
-        )
-    return slices
-
-
 Reply = tuple[int, int]  # token group, expert rank
+Piece = RankSlice | DeviceSlice
 
 
 class RemotePending:
@@ -80,7 +45,7 @@ class RemotePending:
         self,
         key: TaskKey,
         x_TD: Tensor,
-        slices: Sequence[RankSlice],
+        slices: Sequence[Piece],
         placed: LayerSlots,
         used: int,
         present: int,
@@ -108,14 +73,14 @@ class RemotePending:
         again = () if self._resent is None else self._resent.values()
         return {self.used, *(used for _, used in again)}
 
-    def under_way(self) -> Iterable[RankSlice]:
+    def under_way(self) -> Iterable[Piece]:
         """Yield the slices that were sent and have no reply."""
         for piece in self.slices:
             reply = piece.token_group, piece.rank
             if reply not in self.replies and not (self._held and reply in self._held):
                 yield piece
 
-    def hold(self, piece: RankSlice) -> None:
+    def hold(self, piece: Piece) -> None:
         if self._held is None:
             self._held = set()
         self._held.add((piece.token_group, piece.rank))
@@ -126,12 +91,12 @@ class RemotePending:
             if piece.rank == rank:
                 self.hold(piece)
 
-    def cut(self, placed: LayerSlots, used: int) -> list[RankSlice]:
+    def cut(self, placed: LayerSlots, used: int) -> list[Piece]:
         """Cut the held slices by the placement of generation `used`; return those to send."""
         held, self._held = self._held or set(), None
         again = self._resent = self._resent or {}
-        slices: list[RankSlice] = []
-        found: list[RankSlice] = []
+        slices: list[Piece] = []
+        found: list[Piece] = []
         group = 1 + max(piece.token_group for piece in self.slices)
         for piece in self.slices:
             reply = piece.token_group, piece.rank
@@ -140,7 +105,7 @@ class RemotePending:
                 continue
             before, generation = again.pop(reply, (self.placed, self.used))
             same = generation == used
-            pieces = [piece] if same else recut(piece, before, placed, group)
+            pieces = [piece] if same else piece.recut(before, placed, group)
             group += len(pieces)
             again.update({(one.token_group, one.rank): (placed, used) for one in pieces})
             slices += pieces

@@ -80,6 +80,10 @@ class RoutingSample:
         if len(self._under_way) > MOST_UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
 
+    def follows(self, owner: MicroBatchId) -> bool:
+        """Return whether tokens of the micro-batch are sampled."""
+        return owner in self._under_way
+
     def routed(self, owner: MicroBatchId, topk_ids_TK: NDArray[np.int64]) -> None:
         """Record the experts of a micro-batch at its next layer."""
         noted = self._under_way.get(owner)

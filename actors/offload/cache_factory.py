@@ -75,11 +75,6 @@ def expert_cache(
     Raises CheckpointError, ResourceError, ConfigError.
     """
     config, model = spec.config, layout.spec
-    if layout.device.type != "cpu":
-        raise ConfigError(
-            f"{spec.name}: expert ranks keep all of their experts on {spec.device}: leave "
-            "experts.slots and experts.bytes out, or set groups.device=cpu"
-        )
     folder = Path(spec.model_folder)
     form = slot_format(Checkpoint(folder), layout, config.experts.storage_format)
     slots = slot_count(config.experts, sum(form.sizes), model, own)
@@ -159,7 +154,6 @@ def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | No
 def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> DeviceCache:
     """Return a GPU's cache. Raises CheckpointError, ResourceError, ConfigError."""
     config, expert_bytes = spec.config, layout.num_bytes(1)
-    check_device(config.experts, spec.device)
     slots = slot_count(config.experts, expert_bytes, layout.spec)
     check_memory(config.experts, slots, expert_bytes, free_bytes(layout.device), spec.device)
     where = config.prefill.host_store
@@ -192,17 +186,6 @@ class _RecordingSlots(DeviceFormat):
     def slots(self, count: int) -> DeviceSlots:
         self.made = super().slots(count)
         return self.made
-
-
-def check_device(config: ExpertsConfig, device: str) -> None:
-    """Raise ConfigError for settings that a GPU's cache does not support."""
-    wrong = {
-        "experts.storage_format=true": config.storage_format,
-        "experts.speculative=speculated": config.speculative == "speculated",
-    }
-    for key, is_set in wrong.items():
-        if is_set:
-            raise ConfigError(f"{key}: not on {device}: leave it out, or set groups.device=cpu")
 
 
 def check_memory(

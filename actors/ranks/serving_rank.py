@@ -30,6 +30,7 @@ from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import KvConfig, PriorityConfig, ScheduleConfig, TandemConfig
+from contracts.config.devices import check_device
 from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
 from contracts.machine import available_bytes, usable_cores
@@ -262,7 +263,11 @@ class ServedModel(NamedTuple):
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Set up threads and memory, before the first product and before computing threads start."""
+    """Set up threads and memory, before the first product and before computing threads start.
+
+    Raises ConfigError for a mode that does not run on the rank's device.
+    """
+    check_device(spec.config, spec.device)
     torch.set_num_threads(spec.config.groups.torch_threads)
     set_spin(spin_seconds(spec, usable_cores()))
     bound_memory()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cluster.cli.config_table import ConfigKey, config_keys, format_value, sections
 from contracts.config import TandemConfig
+from contracts.config.devices import MODES, Mode
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _HEAD = """# Configuration
@@ -21,6 +22,7 @@ setting, a named option such as `--model` overrides both, and the rest have thei
 keys and values out of bounds are rejected; the error names the nearest known key. Relative paths
 are relative to the current folder. "–" is `null`: not set.
 """
+_MODES = "The test of each mode on a device. The others are refused when the device is known."
 _ROW = "| `{}` | {} | {} | {} |"
 
 
@@ -38,7 +40,15 @@ def page() -> str:
         ]
         parts += ["", "| key | default | takes | meaning |", "|---|---|---|---|"]
         parts += map(_row, keys)
+    parts += ["", "## Modes by device", "", _MODES, "", "| mode | cpu | cuda |", "|---|---|---|"]
+    for mode in MODES:
+        parts.append(f"| `{mode.setting}` | {_cell(mode, 'cpu')} | {_cell(mode, 'cuda')} |")
     return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _cell(mode: Mode, device: str) -> str:
+    tested = mode.cuda if device == "cuda" else mode.cpu
+    return f"`{tested}`" if tested else f"refused: {mode.instead}"
 
 
 def _row(key: ConfigKey) -> str:

@@ -17,6 +17,7 @@ from actors.ranks.remote import NAMESPACE, OrphanGuardShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
 from actors.ranks.shell import LoggedShell
 from contracts.config import GroupsConfig, TandemConfig
+from contracts.config.devices import check_device
 from contracts.errors import ResourceError
 from contracts.ranks import Group, rank_name
 
@@ -32,11 +33,16 @@ class RankRequest(NamedTuple):
 
 
 def resolve_device(config: TandemConfig, available: dict[str, float]) -> str:
-    """Return "cuda" or "cpu". "auto" selects GPUs if there are enough for all ranks."""
-    groups = config.groups
-    if groups.device != "auto":
-        return groups.device
-    return "cuda" if available.get("GPU", 0) >= groups.ranks * gpus_per_rank(config) else "cpu"
+    """Return "cuda" or "cpu". "auto" selects GPUs if there are enough for all ranks.
+
+    Raises ConfigError for a mode that does not run there.
+    """
+    device, groups = config.groups.device, config.groups
+    if device == "auto":
+        has_gpus = available.get("GPU", 0) >= groups.ranks * gpus_per_rank(config)
+        device = "cuda" if has_gpus else "cpu"
+    check_device(config, device)
+    return device
 
 
 def gpus_per_rank(config: TandemConfig) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contracts.config.batch import BatchConfig
 from contracts.config.channel import SPIN_S, ChannelConfig
+from contracts.config.devices import refusal
 from contracts.config.experts import ExpertsConfig
 from contracts.config.groups import GroupsConfig
 from contracts.config.http import LOOPBACK, HttpConfig
@@ -84,6 +85,9 @@ class TandemConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "together: experts.slots, or experts.bytes"
             )
         self._check_scaling()
+        reason = "" if self.groups.device == "auto" else refusal(self, self.groups.device)
+        if reason:
+            raise ValueError(reason)
 
     def _check_scaling(self) -> None:
         most, least = self.scaling.max_prefill_ranks, self.groups.prefill_ranks

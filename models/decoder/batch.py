@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import AttentionPlan, CompiledRows
+from kernels.device import upload
 from kernels.packed_attention import SequenceRows
 from models.decoder.recurrence import RecurrencePlan, StateRun
 
@@ -108,10 +109,11 @@ class AttentionBatch:
         sequences, rows, first = [], [], 0
         for seq, count in zip(self.sequences, counts, strict=True):
             stop = seq.first + seq.count
-            sequences.append(SequenceRows(first, count, seq.context - count, seq.slots_S))
+            start = seq.context - count
+            sequences.append(SequenceRows(first, count, start, seq.slots_S, seq.host_slots_S))
             rows.append(np.arange(stop - count, stop))
             first += count
-        rows_R = _concatenate(rows, self.token_ids_T.device)
+        (rows_R,) = upload([_concatenated(rows)], self.token_ids_T.device)
         batch = AttentionBatch(
             token_ids_T=self.token_ids_T[rows_R],
             positions_T=self.positions_T[rows_R],
@@ -127,21 +129,35 @@ class AttentionBatch:
         """Build the batch. Raises ValueError for an empty slice or a short block table."""
         device = torch.device(device)
         token_ids: list[int] = []
-        positions, slots, sequences = [], [], []
+        positions, slots, contexts = [], [], []
         for piece in slices:
-            count = len(piece.token_ids)
             run, slots_S = _context_slots(piece, block_tokens)
-            positions.append(np.arange(piece.start, piece.start + count))
+            positions.append(np.arange(piece.start, piece.start + len(piece.token_ids)))
             slots.append(slots_S[piece.start :])
-            keys = torch.from_numpy(slots_S).to(device) if run is None else run
-            sequences.append(SequenceRows(len(token_ids), count, piece.start, keys))
+            contexts.append(slots_S if run is None else run)
             token_ids.extend(piece.token_ids)
+        shared = [
+            np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots),
+            *_slot_copies(slices, block_tokens),
+        ]  # fmt: skip
+        scattered = [keys for keys in contexts if not isinstance(keys, slice)]
+        token_ids_T, positions_T, slots_T, from_C, to_C, *keys_of = upload(
+            [*shared, *scattered], device
+        )
+        sequences, first, on_device = list[SequenceRows](), 0, iter(keys_of)
+        for piece, keys in zip(slices, contexts, strict=True):
+            count = len(piece.token_ids)
+            if isinstance(keys, slice):
+                sequences.append(SequenceRows(first, count, piece.start, keys))
+            else:
+                sequences.append(SequenceRows(first, count, piece.start, next(on_device), keys))
+            first += count
         return AttentionBatch(
-            token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            positions_T=_concatenate(positions, device),
-            slots_T=_concatenate(slots, device),
-            sequences=tuple(sequences),
-            copies=_slot_copies(slices, block_tokens, device),
+            token_ids_T,
+            positions_T,
+            slots_T,
+            tuple(sequences),
+            SlotCopies(from_C, to_C) if len(from_C) else None,
             states=tuple(piece.state for piece in slices),
         )
 
@@ -166,7 +182,7 @@ class LastRows(NamedTuple):
 
 def _context_slots(
     piece: SequenceSlice, block_tokens: int
-) -> tuple[slice | None, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+) -> tuple[slice | None, NDArray[np.int64]]:
     """Return the pool slots of positions 0 .. start+count-1, also as a slice if consecutive."""
     context = piece.start + len(piece.token_ids)
     num_blocks = -(-context // block_tokens)
@@ -186,24 +202,16 @@ def _context_slots(
 
 
 def _slot_copies(
-    slices: Sequence[SequenceSlice], block_tokens: int, device: torch.device
-) -> SlotCopies | None:
+    slices: Sequence[SequenceSlice], block_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return source and target slots of all copies."""
     sources: list[int] = []
     targets: list[int] = []
     for source, block, first, last in (copy for piece in slices for copy in piece.copies):
         sources += range(source * block_tokens + first, source * block_tokens + last)
         targets += range(block * block_tokens + first, block * block_tokens + last)
-    if not sources:
-        return None
-    return SlotCopies(
-        torch.tensor(sources, dtype=torch.int64, device=device),
-        torch.tensor(targets, dtype=torch.int64, device=device),
-    )
+    return np.array(sources, np.int64), np.array(targets, np.int64)
 
 
-def _concatenate(
-    pieces: list[np.ndarray[tuple[int], np.dtype[np.int64]]], device: torch.device
-) -> Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.from_numpy(np.concatenate(pieces)).to(device)
+def _concatenated(pieces: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)

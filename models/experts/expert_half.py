@@ -150,6 +150,20 @@ class ExpertHalf:
         held = self._layers[layer]
         return expert_steps(x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped)
 
+    def device_steps(
+        self, layer: int, x_CD: Tensor, pairs_CM: Tensor, counts_e: Tensor
+    ) -> Steps[Tensor]:
+        """Return the same as `steps` in one step, without host reads.
+
+        pairs_CM int32 [C, 2K]: each row's local experts, the number of experts if elsewhere; then
+        the bits of their weights. counts_e int32: pairs of each expert. Added in the order of K.
+        """
+        held = self._layers[layer]
+        local_CK, bits_CK = pairs_CM.chunk(2, dim=1)
+        products = held.gate_up, held.down, held.clamped
+        return gpu_experts(x_CD, local_CK, bits_CK.view(torch.float32), *products, counts_e)
+        yield
+
 
 def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> list[ExpertKey]:
     """Return the experts of `ids_of`, by layer, that `half` lacks."""

@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kernels.device
+from actors.moe import remote_backend
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
 from contracts.ranks import Group
+from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec, read_spec
 from planner.placement.slots import contiguous
 from tests.support.group_harness import (
@@ -66,8 +69,14 @@ def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_p
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 @pytest.mark.parametrize(
-    ("backend", "extra", "experts"),
-    [("shm", [1, 2], {}), ("tcp", [0, 2, 3, 0], {}), ("tcp", [1, 3], {"slots": 12})],
+    ("backend", "extra", "experts", "as_on_a_device"),
+    [
+        ("shm", [1, 2], {}, False),
+        ("tcp", [0, 2, 3, 0], {}, False),
+        ("tcp", [1, 3], {"slots": 12}, False),
+        ("shm", [0, 0, 0], {}, True),
+        ("tcp", [1, 0, 2], {}, True),
+    ],
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
@@ -76,8 +85,16 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
     backend: str,
     extra: list[int],
     experts: dict[str, Any],
+    as_on_a_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """experts: a section; with slots a rank keeps some of its experts only."""
+    """experts: a section; with slots a rank keeps some of its experts only. as_on_a_device: as with
+    GPUs, with CPU tensors; nothing of the host's path may run."""
+    if as_on_a_device:
+        monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
+        monkeypatch.setattr(remote_backend, "plan_dispatch", None)
+        monkeypatch.setattr(remote_backend.RemoteBackend, "layer_decoder", lambda self, kv: None)
+        monkeypatch.setattr(ExpertHalf, "steps", None)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
     placements = {Group.EXPERT: _placed(spec, extra, 11)}

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from actors.moe.dispatch import RankSlice, plan_dispatch
-from actors.moe.remote_pending import recut
+from actors.moe.dispatch import RankSlice, plan_dispatch, recut
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
 from planner.placement.layout import EMPTY, Layout, Objective, usual_costs

@@ -6,15 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from actors.batching.finisher import TokenSampler, distribution
+import kernels.device
+from actors.batching.finisher import TokenSampler
+from actors.batching.sampler import distribution
 from actors.batching.sequence import Sequence
-from contracts.errors import SamplingError
+from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling
 from tests.property.sampling_requests import VOCABULARY, requests
@@ -242,3 +245,40 @@ def test_fields_that_leave_no_token_are_an_error() -> None:
     sampling = Sampling(min_tokens=2, stop_token_ids=[1, 2])
     with pytest.raises(SamplingError, match="no token is left"):
         TokenSampler(torch.zeros(1, 3)).sample(0, sequence_of(sampling))
+
+
+# --- on a device
+
+
+def as_on_a_device(logits_RV: torch.Tensor, sequences: list[Sequence]) -> TokenSampler:
+    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
+        return TokenSampler(logits_RV, sequences)
+
+
+@given(
+    st.lists(
+        st.tuples(requests(), st.lists(SIZES, min_size=12, max_size=12)), min_size=1, max_size=5
+    ),
+    st.sampled_from([1.0, 0.0, 4e30]),
+)
+def test_device_samples_a_batch_as_the_host_samples_its_rows(
+    rows: list[tuple[tuple[Sampling, list[int]], list[float]]], factor: float
+) -> None:
+    logits_RV = torch.tensor([logits for _, logits in rows]) * factor
+    one, other = ([sequence_of(*request) for request, _ in rows] for _ in range(2))
+    batch, single = as_on_a_device(logits_RV, one), TokenSampler(logits_RV)
+    for row, sequences in enumerate(zip(one, other, strict=True)):
+        assert batch.sample(row, sequences[0]) == single.sample(row, sequences[1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_device_reports_bad_rows_alone(value: float) -> None:
+    logits_RV = torch.zeros(3, 8)
+    logits_RV[0, 3] = value
+    blocked = Sampling(min_tokens=2, stop_token_ids=list(range(1, 8)))
+    sequences = [sequence_of(each) for each in (Sampling(logprobs=1), blocked, Sampling(seed=3))]
+    sampler = as_on_a_device(logits_RV, sequences)
+    for row, error in enumerate((NotFiniteError, SamplingError)):
+        with pytest.raises(error):
+            sampler.sample(row, sequences[row])
+    assert sampler.sample(2, sequences[2]) == TokenSampler(logits_RV).sample(2, sequences[2])

@@ -13,13 +13,13 @@ from typing import Final
 
 import torch
 
-from actors.offload.cache_factory import check_device, slot_count
+from actors.offload.cache_factory import slot_count
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import check_placement_file
 from cluster.tools.doctor.findings import Level
 from contracts import machine
 from contracts.config import TandemConfig
-from contracts.errors import ConfigError
+from contracts.config.devices import check_device
 from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
@@ -149,12 +149,7 @@ def _experts(config: TandemConfig, spec: ModelSpec) -> Result:
 
 
 def _gpu_experts(config: TandemConfig, spec: ModelSpec, folder: Path) -> Result:
-    check_device(config.experts, "a GPU")
-    if config.groups.expert_ranks:
-        raise ConfigError(
-            f"groups.expert_ranks={config.groups.expert_ranks}: expert ranks keep all of their "
-            "experts on a GPU: leave experts.slots and experts.bytes out, or set groups.device=cpu"
-        )
+    check_device(config, "cuda")
     expert_bytes = layout.expert_elements(spec) * resolve_dtype(spec, config.model.dtype).itemsize
     slots, whole = slot_count(config.experts, expert_bytes, spec), _all_experts(spec)
     pinned, free = whole * expert_bytes, machine.available_bytes()

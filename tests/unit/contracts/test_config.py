@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from cluster.fleet.codec import decode_config, encode_config
 from cluster.serving.settings import with_absolute_paths
 from contracts.api_keys import ApiKey
-from contracts.config import TandemConfig
+from contracts.config import ChannelConfig, PrefillConfig, TandemConfig
+from contracts.config.devices import MODES, Mode
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config
 from contracts.plan import Order
+from tests.architecture.support import ROOT
 from tests.support.one_line_errors import one_line_error
 
 
@@ -152,3 +154,35 @@ def test_valid_keys_are_accepted() -> None:
 def test_invalid_setting_is_rejected(override: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         load_config(None, [override])
+
+
+_ALONE = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
+_BESIDE = {  # what a mode needs
+    "experts.slots, experts.bytes (expert ranks)": ["experts.slots=9"],
+    "experts.speculative=speculated": ["experts.slots=9", *_ALONE],
+    "prefill.experts=cached": ["experts.slots=9"],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", MODES, ids=[mode.setting for mode in MODES])
+def test_mode_is_tested_on_a_device_or_refused_by_name(mode: Mode, device: str) -> None:
+    settings = [f"groups.device={device}", *_BESIDE.get(mode.setting, [])]
+    settings += _ALONE if mode.setting.startswith("prefill.") else []
+    settings += [mode.setting] if "=" in mode.setting else []
+    tested = mode.cuda if device == "cuda" else mode.cpu
+    if tested:
+        assert (ROOT / tested).is_file()
+        assert mode.is_set(load_config(None, settings))
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, settings)
+    expected = f"{mode.setting}: not with groups.device={device}: {mode.instead}"
+    assert expected in caught.value.message
+
+
+def test_every_kind_of_experts_and_channel_is_a_mode() -> None:
+    names = {mode.setting for mode in MODES}
+    for key, section in (("prefill.experts", PrefillConfig), ("channel.backend", ChannelConfig)):
+        values = get_args(get_type_hints(section)[key.partition(".")[2]])
+        assert {f"{key}={value}" for value in values if value != "auto"} <= names

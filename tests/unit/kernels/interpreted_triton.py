@@ -143,3 +143,38 @@ def test_slot_experts_equal_reference(
     flipped_ND = torch.full_like(y_ND, 7.0)
     fused.slot_experts(x_TD, slots_TK.flip(0).contiguous(), gate_up, down, flipped_ND)
     assert torch.equal(again_ND, flipped_ND)
+
+
+@kinds
+@pytest.mark.parametrize(("T", "K", "D"), [(1, 1, 1), (5, 3, 7), (3, 4, 1030)])
+def test_packets_and_their_sums(dtype: torch.dtype, T: int, K: int, D: int) -> None:
+    """Rows without an expert of the rank are not copied; sums go to the rows they came from."""
+    generator, e = torch.Generator().manual_seed(T), 3
+    x_TD, rows_C = normal(T, D, dtype=dtype), torch.randperm(T, generator=generator)
+    local_CK = torch.randint(e + 1, (T, K), generator=generator, dtype=torch.int32)
+    local_CK[-1] = e
+    given = torch.cat([local_CK, local_CK], 1), torch.arange(e, dtype=torch.int32)
+    outs = torch.full_like(x_TD, 7.0), torch.empty_like(given[0]), torch.empty_like(given[1])
+    fused.pack_rows(x_TD, rows_C, *given, *outs, e)
+    assert all(map(torch.equal, outs[1:], given))
+    here_C1 = (local_CK < e).any(1, keepdim=True)
+    assert torch.equal(outs[0], x_TD[rows_C].where(here_C1, torch.full_like(x_TD, 7.0)))
+    total_TD = torch.randn(T, D, generator=generator)
+    expected_TD = total_TD.index_add(0, rows_C, x_TD.float())
+    fused.add_rows(total_TD, rows_C, x_TD)
+    assert torch.equal(total_TD, expected_TD)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6])
+def test_only_counted_rows_are_computed(count: int) -> None:
+    """Rows from `count` on hold anything, which no sum may contain."""
+    counted, rows_N = torch.tensor([count], dtype=torch.int32), torch.tensor([2, 1, 0, 3, 3, 1])
+    y_ND, places_TK = normal(6, 5, dtype=torch.float32), torch.tensor([[5, 0], [1, 4], [3, 2]])
+    y_ND[count:] = float("nan")
+    found_TD = torch.empty(3, 5)
+    fused.weighted_sums(y_ND, places_TK, torch.ones(3, 2), found_TD, counted)
+    y_ND.nan_to_num_(0.0)
+    assert torch.equal(found_TD, y_ND[places_TK[:, 0]] + y_ND[places_TK[:, 1]])
+    x_TD, h_NF2 = normal(4, 5, dtype=torch.float32), normal(6, 8, dtype=torch.float32)
+    assert torch.equal(fused.gather_rows(x_TD, rows_N, counted)[:count], x_TD[rows_N][:count])
+    assert torch.equal(fused.gated(h_NF2, counted)[:count], fused.gated(h_NF2)[:count])

@@ -1,12 +1,15 @@
-"""Triton kernels in triton's interpreter on the CPU."""
+"""Triton kernels in triton's interpreter on the CPU, and compiled ahead of time for GPUs."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
 
 
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="triton is not installed (200 MB): pip install 'tandem-moe[triton]'",
 )
+
+
 def test_triton_kernels_equal_reference() -> None:
     """Run in a process of its own: triton selects the interpreter at its first import."""
     own = ["-o", "addopts=", "--import-mode=importlib"]  # machines with GPUs may lack plugins
@@ -32,3 +37,71 @@ def test_triton_kernels_equal_reference() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+ARCHITECTURES = (80, 90)
+MAX_REGISTERS = 128  # of 65,536 for 512 threads: four warps leave room for four blocks
+_SLOTS = {"OUTPUTS": 8, "INPUTS": 256}
+BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+
+# Types of each kernel's arguments in order, and constants, of the largest models that we name.
+KERNELS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "_norm": ([BF16, BF16, BF16, "i32", "fp32"], {"ONCE": False, "BLOCK": 16384}),
+    "_rope": ([BF16] * 5 + ["i32"] * 3 + ["fp32"], {"NORM": True, "HEADS": 16, "BLOCK": 64}),
+    "_gate": ([BF16, BF16, I32, "i32"], {"COUNTED": True, "BLOCK": 1024}),
+    "_sum": ([BF16, I64, F32, F32, I32, "i32"], {"K": 8, "COUNTED": True, "BLOCK": 1024}),
+    "_take": ([BF16, I64, BF16, I32, "i32"], {"COUNTED": True, "BLOCK": 1024}),
+    "_pack": ([BF16, I64, I32, I32, BF16, I32, I32, "i32", "i32", "i32"],
+              {"K": 8, "PAIRS": 16, "EXPERTS": 256, "BLOCK": 1024}),
+    "_add": ([F32, I64, BF16, "i32"], {"BLOCK": 1024}),
+    "_slot_gated": ([BF16, I32, BF16, BF16, "i32"], {"D": 7168, "F": 2048, **_SLOTS}),
+    "_slot_product": ([BF16, I32, BF16, BF16], {"D": 7168, "F": 2048, **_SLOTS}),
+}  # fmt: skip
+
+
+def usage(name: str, arch: int, to: Path) -> Any:
+    """Return registers per thread and bytes of stack, which are spills, of a compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kernels import triton_kernels
+
+    kernel, (types, constants) = getattr(triton_kernels, name), KERNELS[name]
+    given = iter(types)
+    signature = {
+        each: "constexpr" if each in constants else next(given) for each in kernel.arg_names
+    }
+    assert not list(given), f"{name} has fewer arguments"
+    numbered = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=numbered)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warps = triton_kernels.norm_warps(constants["BLOCK"]) if name == "_norm" else 4
+        target, options = GPUTarget("cuda", arch, 32), {"num_warps": warps}
+        compiled = triton.compile(source, target=target, options=options)
+    cubin = to / f"{name}_{arch}.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    shown = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown.stdout + shown.stderr)
+    assert found is not None, shown.stdout
+    return tuple(map(int, found.groups()))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) -> None:
+    registers, stack_bytes = usage(name, arch, tmp_path)
+    assert (stack_bytes, registers <= MAX_REGISTERS) == (0, True), registers
+
+
+def test_every_kernel_is_listed() -> None:
+    from triton.runtime.jit import KernelInterface
+
+    from kernels import triton_kernels
+
+    kernels = {n for n, each in vars(triton_kernels).items() if isinstance(each, KernelInterface)}
+    assert kernels == KERNELS.keys()

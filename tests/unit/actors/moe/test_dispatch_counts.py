@@ -13,8 +13,8 @@ import torch
 from actors.batching.batch_builder import Chunk
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe.backend import TaskKey
-from actors.moe.dispatch import MAX_SHOWN, TOP_EXPERTS, DispatchCounts, RankSlice, plan_dispatch
-from actors.moe.remote_pending import RemotePending
+from actors.moe.dispatch import MAX_SHOWN, TOP_EXPERTS, DispatchCounts, plan_dispatch
+from actors.moe.remote_pending import Piece, RemotePending
 from actors.moe.routing_sample import (
     FIRST_STRIDE,
     MOST_UNDER_WAY,
@@ -114,14 +114,14 @@ def pending() -> RemotePending:
     return RemotePending(key, torch.zeros(2, 4), slices, layer_of(LAUNCH), 0, 0)
 
 
-def answer(pending: RemotePending, piece: RankSlice) -> None:
+def answer(pending: RemotePending, piece: Piece) -> None:
     header = Header(PacketKind.E2A, 1, 1, 0, 0, piece.token_group)
     packet = Packet(f"expert-{piece.rank}", header, (), 0.0, None)
     pending.replies[piece.token_group, piece.rank] = packet
     pending.missing -= 1
 
 
-def names(pieces: list[RankSlice]) -> list[tuple[int, int]]:
+def names(pieces: list[Piece]) -> list[tuple[int, int]]:
     return [(piece.token_group, piece.rank) for piece in pieces]
 
 

@@ -59,18 +59,6 @@ def layout() -> ExpertLayout:
             "experts.bytes=9000000: 40 experts of 221184 bytes are 8847360, and 2211840 bytes are "
             "free on cuda:0: give less than experts.bytes=2211840,",
         ),
-        (
-            {"slots": 9, "storage_format": True},
-            1 << 40,
-            ConfigError,
-            "experts.storage_format=true: not on cuda:0",
-        ),
-        (
-            {"slots": 9, "speculative": "speculated"},
-            1 << 40,
-            ConfigError,
-            "experts.speculative=speculated: not on cuda:0: leave it out",
-        ),
     ],
 )
 def test_unusable_settings_are_rejected_with_numbers(

@@ -237,7 +237,7 @@ def test_nonfinite_scores_fail_their_sequence(
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("of a kernel")])
-@pytest.mark.parametrize("where", ["_draw", "token_logprob"])
+@pytest.mark.parametrize("where", ["draw", "token_logprob"])
 def test_sampling_error_fails_its_sequence(
     rank: tuple[Rank, RankConnection], where: str, error: Exception
 ) -> None:

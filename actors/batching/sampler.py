@@ -1,0 +1,235 @@
+"""Rules by which rows of logits give next tokens, and log-probabilities.
+
+`draw` and `token_logprob` are of one row. `sample_on_device` gives the same tokens for a batch on a
+device, where the host reads once whatever the number of sequences, except where the device's
+arithmetic has other bits.
+
+Shapes: R rows, V vocabulary, n rows with equal top_k or number of log-probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.batching.sequence import Sequence
+from contracts.errors import NotFiniteError
+from contracts.messages import TokenLogprob
+from contracts.requests import GREEDY_BELOW, Sampling
+from kernels.device import upload
+
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
+MAX_SAFE_LOGIT = 1e30
+ROUNDING = 2**-22  # in float32
+_DRAWN_BYTES = 6  # fewer bits than float64: a draw times a sum stays below the sum
+
+
+def not_finite() -> NotFiniteError:
+    return NotFiniteError(
+        "the model's logits are not finite numbers: no token can be drawn. If this persists, the "
+        "checkpoint is damaged, or model.dtype is too narrow for it"
+    )
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) of generated token `position`, independent per pair."""
+    packed = struct.pack("<qq", seed, position)
+    digest = hashlib.blake2b(packed, digest_size=_DRAWN_BYTES).digest()
+    return int.from_bytes(digest, "little") / (1 << 8 * _DRAWN_BYTES)
+
+
+def distribution(
+    logits_V: torch.Tensor, peak: float, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return probabilities to draw from, not normalized, and their ids (None: all, in order).
+
+    Applies temperature, then min_p, top_k and top_p. The likeliest token, whose logit is `peak`, is
+    always included.
+    """
+    logits_V = logits_V.float()
+    if abs(peak) > MAX_SAFE_LOGIT:  # divided by the temperature it would be infinite
+        logits_V, peak = logits_V - peak, 0.0
+    scaled_V = logits_V / sampling.temperature
+    if sampling.min_p > 0:
+        min_logit = peak / sampling.temperature + math.log(sampling.min_p)
+        min_logit -= ROUNDING * abs(min_logit)  # keeps the likeliest with min_p 1
+        scaled_V.masked_fill_(scaled_V < min_logit, -math.inf)
+    limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
+    if sampling.top_p >= 1 and limit >= len(scaled_V):
+        return scaled_V.softmax(-1), None
+    sorted_K, ids_K = scaled_V.topk(min(limit, len(scaled_V)))
+    probs_K = sorted_K.softmax(-1)
+    # keep the smallest set whose probability reaches top_p: drop a token if those before it do
+    dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
+    dropped_K[0] = False  # top_p may be 0 in float32
+    probs_K[dropped_K] = 0.0
+    return probs_K, ids_K
+
+
+def draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float) -> int:
+    """Return the token at which the cumulative probability passes `drawn` of the whole.
+
+    probs_K   | 0.5             | 0.25    | 0 | 0.25    |
+    drawn     0 ..............................^ 0.8      1     the last one
+    """
+    probs_K, ids_K = distribution(logits_V, peak, sampling)
+    sums_K = probs_K.cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(sums_K, drawn * float(sums_K[-1]), right=True)
+    return int(place if ids_K is None else ids_K[place])
+
+
+def token_logprob(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Return the log-probability of the token and the `num_top` best. Raises SamplingError."""
+    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
+    logprob = float(logprobs_V[token])
+    if math.isnan(logprob):  # one NaN or +inf logit makes all of them NaN
+        raise not_finite()
+    if num_top == 0:
+        return TokenLogprob(logprob)
+    values, ids = logprobs_V.topk(min(num_top, len(logprobs_V)))
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(logprob, top)
+
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+class RowSample(NamedTuple):
+    """peak: largest logit of the model. allowed: largest of those changed by the request.
+
+    logprobs: of the token, then of the best ones; best: their ids. Empty if not requested.
+    """
+
+    token: int
+    peak: float
+    allowed: float
+    logprobs: list[float]
+    best: list[int]
+
+
+def sample_on_device(logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> list[RowSample]:
+    """Return a sample of each row. Rows whose peak is not finite hold anything else.
+
+    Raises what the logits processor of a sequence raises.
+    """
+    settings = [_sampling(sequence) for sequence in sequences]
+    peaks_R = logits_RV.max(-1).values
+    shaped_RV = logits_RV.float()
+    changed = [row for row, each in enumerate(sequences) if _is_changed(each)]
+    if changed:
+        shaped_RV = shaped_RV.clone()
+    for row in changed:
+        processor = sequences[row].logits_processor
+        assert processor is not None
+        shaped_RV[row] = processor.process(logits_RV[row], sequences[row].token_ids)
+    allowed_R, tokens_R = shaped_RV.max(-1)
+    for limit, rows in _grouped([_limit(each, logits_RV.shape[1]) for each in settings]).items():
+        if limit is not None:
+            drawn = [uniform(sequences[row].seed, sequences[row].generated) for row in rows]
+            picked = [settings[row] for row in rows]
+            (rows_n,) = upload([np.array(rows)], logits_RV.device)
+            tokens_n = _drawn(shaped_RV[rows_n], allowed_R[rows_n], picked, drawn, limit)
+            tokens_R = tokens_R.index_copy(0, rows_n, tokens_n)
+    found = [peaks_R.double(), allowed_R.double(), tokens_R.double()]
+    groups = _grouped([each.logprobs for each in settings])
+    groups.pop(None, None)
+    for num_top, rows in groups.items():
+        (rows_n,) = upload([np.array(rows)], logits_RV.device)
+        logprobs_nV = logits_RV[rows_n].float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
+        chosen_n = logprobs_nV.gather(1, tokens_R[rows_n].unsqueeze(1))
+        values_nK, ids_nK = logprobs_nV.topk(min(num_top or 0, logits_RV.shape[1]))
+        found += [each.double().flatten() for each in (chosen_n, values_nK, ids_nK)]
+    return _rows(torch.cat(found).tolist(), len(sequences), groups, logits_RV.shape[1])
+
+
+def _rows(
+    numbers: list[float], count: int, groups: dict[int | None, list[int]], vocabulary: int
+) -> list[RowSample]:
+    """Cut what was read into rows."""
+    peaks, allowed, tokens = (numbers[n * count : (n + 1) * count] for n in range(3))
+    logprobs: list[list[float]] = [[] for _ in range(count)]
+    best: list[list[int]] = [[] for _ in range(count)]
+    first = 3 * count
+    for num_top, rows in groups.items():
+        width = min(num_top or 0, vocabulary)
+        values = first + len(rows)
+        ids = values + len(rows) * width
+        for place, row in enumerate(rows):
+            those = slice(values + place * width, values + (place + 1) * width)
+            logprobs[row] = [numbers[first + place], *numbers[those]]
+            best[row] = list(map(int, numbers[ids + place * width : ids + (place + 1) * width]))
+        first = ids + len(rows) * width
+    lines = zip(tokens, peaks, allowed, logprobs, best, strict=True)
+    return [RowSample(int(token), peak, most, each, ids) for token, peak, most, each, ids in lines]
+
+
+def _is_changed(sequence: Sequence) -> bool:
+    """Return whether the request changes logits, and was not complete on a lost rank."""
+    is_complete = sequence.grammar is not None and sequence.grammar.is_complete
+    return sequence.logits_processor is not None and not is_complete
+
+
+def _sampling(sequence: Sequence) -> Sampling:
+    assert sequence.submit.sampling is not None
+    return sequence.submit.sampling
+
+
+def _grouped(keys: SequenceOf[_K]) -> dict[_K, list[int]]:
+    """Return the rows of each key."""
+    rows_of: defaultdict[_K, list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        rows_of[key].append(row)
+    return dict(rows_of)
+
+
+def _limit(sampling: Sampling, vocabulary: int) -> int | None:
+    """Return how many tokens are sorted to draw one; 0: none; None: greedy."""
+    if sampling.temperature < GREEDY_BELOW:
+        return None
+    limit = min(sampling.top_k, vocabulary) if sampling.top_k > 0 else vocabulary
+    return 0 if sampling.top_p >= 1 and limit >= vocabulary else limit
+
+
+def _drawn(
+    logits_nV: Tensor,
+    peaks_n: Tensor,
+    settings: SequenceOf[Sampling],
+    drawn: SequenceOf[float],
+    limit: int,
+) -> Tensor:
+    """Return the token of each row [n], as `draw` of one row."""
+    fields = [
+        [each.temperature for each in settings],
+        [each.top_p for each in settings],
+        [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in settings],
+        drawn,
+    ]
+    (fields_4n,) = upload([np.array(fields)], logits_nV.device)
+    temperatures_n1, top_p_n1, min_p_n1, drawn_n1 = fields_4n.unsqueeze(2)
+    peaks_n1 = peaks_n.double().unsqueeze(1)
+    shifts_n1 = torch.where(peaks_n1.abs() > MAX_SAFE_LOGIT, peaks_n1, 0.0)
+    scaled_nV = (logits_nV - shifts_n1.float()) / temperatures_n1.float()
+    least_n1 = (peaks_n1 - shifts_n1) / temperatures_n1 + min_p_n1
+    least_n1 -= ROUNDING * least_n1.abs()
+    scaled_nV.masked_fill_(scaled_nV < least_n1.float(), -math.inf)
+    ids_nK = None
+    if limit:
+        scaled_nV, ids_nK = scaled_nV.topk(limit)
+    probs_nK = scaled_nV.softmax(-1)
+    if ids_nK is not None:
+        dropped_nK = (probs_nK.cumsum(-1) - probs_nK) >= top_p_n1.float()
+        dropped_nK[:, 0] = False
+        probs_nK.masked_fill_(dropped_nK, 0.0)
+    sums_nK = probs_nK.cumsum(-1, dtype=torch.float64)
+    places_n1 = torch.searchsorted(sums_nK, drawn_n1 * sums_nK[:, -1:], right=True)
+    places_n1.clamp_(max=sums_nK.shape[1] - 1)  # of a row that is not finite
+    return (places_n1 if ids_nK is None else ids_nK.gather(1, places_n1)).squeeze(1)

@@ -1,0 +1,157 @@
+"""Host reads, copies and launches of a layer and of a step, counted on the meta device.
+
+Bounds may only fall. Before the device planned its packets, a layer with eight expert ranks had 2
+host reads, 42 copies and 28 launches on its attention rank, and 4 reads and 42 launches for three
+packets on an expert rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from actors.batching.finisher import TokenSampler
+from actors.batching.sequence import Sequence
+from actors.channels.base import Header, Packet, PacketKind, TensorSpec
+from actors.channels.link import Reservation, lay_out
+from actors.moe.backend import TaskKey
+from actors.moe.expert_server import merge
+from actors.moe.rank_experts import ResidentExperts
+from actors.moe.remote_backend import RemoteBackend
+from actors.telemetry.telemetry import Timeline
+from contracts.messages import Submit
+from contracts.plan import Plan
+from contracts.requests import Priority, Sampling
+from kernels import fused_ops
+from kernels.linear import linears
+from kernels.steps import run_to_end
+from models.decoder import decoder
+from models.decoder.attention import KvPool
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import ExpertHalf
+from models.experts.expert_loading import ExpertLayer
+from models.experts.router import RoutedTokens
+from models.spec.model import read_spec
+from models.weights.checkpoint import Checkpoint
+from planner.placement.slots import ExpertPlacement, contiguous
+from tests.support.device_counts import DeviceCounts, LaunchedKernels
+from tests.support.tiny_models import Checkpoints
+
+EXPERTS, RANKS, TOP_K, D, F = 128, 8, 8, 256, 64
+BF16: Any = {"dtype": torch.bfloat16, "device": "meta"}
+KEY = TaskKey(1, 0, 0, Priority.LS)
+
+
+def channel() -> Any:
+    """Return an endpoint with memory on the device. sent: (peer, header, tensors)."""
+    sent: list[Any] = []
+    arrived: list[Packet] = []
+
+    def reserve(peer: str, parts: list[TensorSpec]) -> Reservation:
+        made = [torch.empty(p.shape, dtype=p.torch_dtype, device="meta") for p in parts]
+        return Reservation(peer, tuple(parts), lay_out(parts), made)
+
+    def commit(reserved: Reservation, header: Header) -> None:
+        sent.append((reserved.peer, header, reserved.tensors))
+
+    return SimpleNamespace(
+        name="attention-0", epoch=1, sent=sent, arrived=arrived, reserve=reserve, commit=commit,
+        poll=lambda timeout_s: [arrived.pop() for _ in range(len(arrived))],
+    )  # fmt: skip
+
+
+# Launches of a layer's parts, with torch's operations and with triton's kernels.
+@pytest.mark.parametrize(("triton", "bounds"), [(False, (44, 20, 43)), (True, (28, 12, 16))])
+@pytest.mark.parametrize(("tokens", "groups"), [(32, 1), (4096, 1), (4096, 2)])
+def test_layer_reads_nothing_on_the_host(
+    triton: bool, bounds: tuple[int, int, int], tokens: int, groups: int
+) -> None:
+    endpoint = channel()
+    placement = ExpertPlacement(contiguous(EXPERTS, RANKS, num_layers=1, moe_layers=[0]))
+    names = [f"expert-{rank}" for rank in range(RANKS)]
+    backend = RemoteBackend(endpoint, placement, names, Timeline(99), lambda: 0.0)
+    x_TD, hidden_TD = (torch.empty(tokens, D, **BF16) for _ in range(2))
+    ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
+    routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))
+    plan = Plan(r2=groups)
+    backend.drop(backend.dispatch(KEY, hidden_TD, routed, plan))  # copies the placement once
+    endpoint.sent.clear()
+    counts = [DeviceCounts() for _ in range(3)]
+    kernels = LaunchedKernels() if triton else None
+    with patch.object(fused_ops, "fused_kernels", lambda x: kernels):
+        with counts[0].beside(kernels):
+            pending = backend.dispatch(KEY, hidden_TD, routed, plan)
+        for peer, header, tensors in endpoint.sent:
+            answer = Header(PacketKind.E2A, 1, 1, 0, 0, header.token_group)
+            reply = [torch.empty_like(tensors[0])]
+            endpoint.arrived.append(Packet(peer, answer, reply, 0.0, None))
+        backend.poll(0.0, idle=False)
+        with counts[1].beside(kernels):
+            run_to_end(backend.combine(hidden_TD, pending, None))
+        shapes = (EXPERTS // RANKS, 2 * F, D), (EXPERTS // RANKS, D, F)
+        gate_up, down = (linears(torch.empty(shape, **BF16)) for shape in shapes)
+        layer = ExpertLayer(gate_up, down)
+        spec: Any = None
+        half = ExpertHalf(spec, {0: range(EXPERTS // RANKS)}, {0: layer})
+        peer, header, tensors = endpoint.sent[0]
+        received = [Packet(peer, header, tensors, 0.0, None) for _ in range(3)]
+        with counts[2].beside(kernels):
+            run_to_end(ResidentExperts(half).begin(received, merge(received).pairs).steps)
+    packets = RANKS * groups
+    more = (packets - RANKS) * (1 if triton else 3) + 6 * (groups - 1)
+    allowed = bounds[0] + more, bounds[1] + (1 if triton else 2) * (packets - RANKS), bounds[2]
+    found = [each.launches for each in counts]
+    assert all(one <= most for one, most in zip(found, allowed, strict=True)), (found, allowed)
+    assert [each.host_reads + each.copies for each in counts] == [0, 0, 0]
+
+
+SCATTERED = [SequenceSlice([1], 999, [n, *range(100 * n + 100, 100 * n + 162)]) for n in range(32)]
+
+
+# Copies that prepare 32 sequences in decode, and launches of a layer; before, 34 copies and 32
+# host reads (latent) or 64 (sinks, two windows).
+@pytest.mark.parametrize(
+    ("family", "copies", "launches"),
+    [("qwen3_moe", 1, 47), ("deepseek_v3", 8, 213), ("gpt_oss", 9, 60)],
+)
+def test_attention_of_a_batch_reads_nothing_on_the_host(
+    tiny_checkpoint: Checkpoints, family: str, copies: int, launches: int
+) -> None:
+    folder: Path = tiny_checkpoint(family, **({} if family == "deepseek_v3" else {"head_dim": 16}))
+    spec = read_spec(folder)
+    half = AttentionHalf.load(Checkpoint(folder), spec, **BF16)
+    kv = KvPool(spec, 4096, 16, **BF16)
+    building, preparing, layer = (DeviceCounts() for _ in range(3))
+    with patch.object(decoder, "supports_packed", lambda *_: True):
+        with building:
+            batch = AttentionBatch.build(SCATTERED, block_tokens=16, device="meta")
+        with preparing:
+            half.prepare(batch)
+        hidden_TD = half.embed(batch)
+        with layer:
+            run_to_end(half.steps(spec.moe_layers[-1], hidden_TD, batch, kv))
+    assert [each.host_reads for each in (building, preparing, layer)] == [0, 0, 0]
+    assert (building.copies, layer.copies) == (1, 0)
+    assert preparing.copies <= copies
+    assert layer.launches <= launches
+
+
+def test_sampling_reads_once_for_a_batch() -> None:
+    """Before: two reads for the batch, and up to six for each sequence."""
+    settings = [
+        Sampling(seed=n, logprobs=n % 2 or None, top_p=0.5 + n % 3, frequency_penalty=n % 2)
+        for n in range(64)
+    ]
+    sequences = []
+    for sampling in settings:
+        submit = Submit(request_id=1, token_ids=[1, 2, 3], sampling=sampling)
+        sequences.append(Sequence((0, 1), submit, 4))
+    with DeviceCounts() as counts:
+        TokenSampler(torch.empty(64, 1000, device="meta"), sequences)
+    assert counts.host_reads == 1
