@@ -47,7 +47,7 @@ class SegmentMemory(Protocol):
     """Memory of one segment on either side. `flags` is host memory of FLAG_BYTES."""
 
     views: Views
-    flags: mmap.mmap
+    flags: mmap.mmap | bytearray
 
     def close(self) -> None:
         """Release the memory. Tensors still held keep their bytes."""

@@ -1,0 +1,280 @@
+"""Attention and expert ranks that exchange packets on the model of the CUDA runtime."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from actors.channels import cuda, ipc, nccl
+from actors.channels.base import Header, Packet, PacketKind, TensorSpec
+from actors.channels.link import LinkSockets
+from contracts.config import ChannelConfig
+from contracts.requests import Priority
+from contracts.traces import Stage, TaskSpan
+from tests.support.cuda_model import (
+    CUPY,
+    CudaModel,
+    Host,
+    ModelFailure,
+    Nccl,
+    SharedFlags,
+    Socket,
+    installed,
+    model,
+    range_of,
+)
+
+CPU = torch.device("cpu")
+
+
+class Workload(NamedTuple):
+    """sync: chance that a process waits for its device at a step, as a lazy load does.
+    two_classes: every other micro-batch is best-effort. empty: chance of a packet without bytes."""
+
+    layers: int = 2
+    micro_batches: int = 2
+    groups: int = 1
+    attention_ranks: int = 1
+    expert_ranks: int = 1
+    attention_us: float = 300.0
+    expert_us: float = 200.0
+    payload_bytes: int = 4000
+    sync: float = 0.0
+    two_classes: bool = False
+    empty: float = 0.0
+    segment_bytes: int = 32 << 10
+
+
+class _Task(NamedTuple):
+    layer: int
+    micro_batch: int
+
+
+def priority_of(work: Workload, micro_batch: int) -> Priority:
+    return Priority.BE if work.two_classes and micro_batch % 2 else Priority.LS
+
+
+def _mark(header: Header, source: int) -> int:
+    numbers = (header.layer, header.micro_batch, header.token_group, header.kind, source)
+    return 1 + hash(numbers) % 250
+
+
+def _fills(tensors: list[torch.Tensor], mark: int) -> Any:
+    places = [range_of(tensor) for tensor in tensors]
+    return lambda: [ctypes.memset(pointer, mark, size) for pointer, size in places if size]
+
+
+def _reads(packet: Packet, source: int) -> Any:
+    mark, places = _mark(packet.header, source), [range_of(t) for t in packet.tensors]
+
+    def check() -> None:
+        for pointer, size in places:
+            if size and {*ctypes.string_at(pointer, 1), *ctypes.string_at(pointer + size - 1, 1)} != {
+                mark
+            }:
+                raise ModelFailure("corrupt", f"{packet.header} has other bytes")
+
+    return check
+
+
+def is_sending(link: Any) -> bool:
+    lanes = (*link._lanes.outgoing, *link._lanes.incoming)
+    return not link._ready.is_empty or any(lane.waiting or lane.under_way for lane in lanes)
+
+
+def bytes_in_use(link: Any) -> int:
+    link._buffers.releases.settle()
+    segments = link._buffers.segments._segments.values()
+    for segment in segments:
+        segment.reclaim()
+    return sum(segment.allocator.used for segment in segments)
+
+
+class _Rank:
+    """Common parts of both kinds: links, sending, waiting."""
+
+    def __init__(self, world: World, host: Host, peers: list[str]) -> None:
+        self.world, self.host, self.work = world, host, world.work
+        self.links = {peer: world.join(host, peer) for peer in peers}
+
+    def parts(self) -> list[TensorSpec]:
+        dice, size = self.host.model.dice, self.work.payload_bytes
+        if self.work.empty and dice.random() < self.work.empty:
+            size = 0
+        return [TensorSpec("uint8", (size,)), TensorSpec("int32", (size // 16, 2))]
+
+    def step(self) -> None:
+        """Let time pass, and sometimes wait for the device."""
+        host, dice = self.host, self.host.model.dice
+        if self.work.sync and dice.random() < self.work.sync:
+            host.synchronize()
+        host.pause(dice.uniform(*host.model.host_us))
+
+    def packets(self) -> Iterator[Packet]:
+        """Packets of one poll of all links; waits for a change if there are none."""
+        found: list[Packet] = []
+        for link in self.links.values():
+            found += link.receive()
+        if not found:
+            self._idle()
+        yield from found
+
+    def _idle(self) -> None:
+        """Wait as `Endpoint.poll` does."""
+        links = self.links.values()
+        self.host.block(
+            lambda: any(
+                link._frames.sock.has_bytes or (link.needs_polling and link.has_progress)
+                for link in links
+            ),
+            "a message or an event",
+        )
+
+    def finish(self) -> None:
+        """Wait until all is sent and all memory is free."""
+        while True:
+            for link in self.links.values():
+                if link.receive():
+                    raise ModelFailure("corrupt", f"{self.host.name} got a packet too many")
+            if not any(map(is_sending, self.links.values())):
+                break
+            self._idle()
+        self.host.synchronize()  # the last packets' readers
+        for link in self.links.values():
+            if bytes_in_use(link):
+                raise ModelFailure("leak", f"memory of {self.host.name} stays in use")
+
+
+def attend(world: World, host: Host) -> None:
+    """Program of an attention rank: its micro-batches through all layers."""
+    work, me = world.work, _Rank(world, host, world.experts)
+    mine = world.attention.index(host.name)
+    ready = [_Task(0, j) for j in range(work.micro_batches)]
+    replies: defaultdict[_Task, list[Packet]] = defaultdict(list)
+    left = work.layers * work.micro_batches
+    while left:
+        if not ready:
+            for packet in me.packets():
+                task = _Task(packet.header.layer, packet.header.micro_batch)
+                replies[task].append(packet)
+                if len(replies[task]) == work.groups * work.expert_ranks:
+                    left -= 1
+                    if task.layer + 1 < work.layers:
+                        ready.append(_Task(task.layer + 1, task.micro_batch))
+                    else:
+                        for each in replies.pop(task):
+                            host.launch("combine", 1.0, reads=[*map(range_of, each.tensors)])
+                            each.release()
+            continue
+        ready.sort()
+        task = ready.pop(0)
+        _attention(me, mine, task, replies.pop(_Task(task.layer - 1, task.micro_batch), []))
+    me.finish()
+
+
+def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> None:
+    host, work = me.host, me.work
+    for number, group in enumerate(range(work.groups)):
+        outgoing = []
+        header = Header(
+            PacketKind.A2E, 1, 0, task.layer, task.micro_batch, group,
+            priority_of(work, task.micro_batch),
+        )  # fmt: skip
+        for peer, link in me.links.items():
+            outgoing.append((link, link.reserve(me.parts())))
+        reads = [range_of(t) for packet in previous for t in packet.tensors]
+        checks = [_reads(packet, me.world.experts.index(packet.peer)) for packet in previous]
+        fills = [_fills(reserved.tensors, _mark(header, mine)) for _, reserved in outgoing]
+        host.launch(
+            "attention",
+            work.attention_us if number == 0 else 1.0,
+            reads=reads,
+            writes=[range_of(t) for _, reserved in outgoing for t in reserved.tensors],
+            ends=lambda checks=checks, fills=fills: [call() for call in (*checks, *fills)],
+        )
+        for packet in previous:
+            packet.release()
+        previous = []
+        for link, reserved in outgoing:
+            link.commit(reserved, header)
+        me.step()
+
+
+def serve(world: World, host: Host) -> None:
+    """Program of an expert rank: one answer to each packet."""
+    work, me = world.work, _Rank(world, host, world.attention)
+    mine = world.experts.index(host.name)
+    left = work.layers * work.micro_batches * work.groups * work.attention_ranks
+    while left:
+        for packet in me.packets():
+            left -= 1
+            link = me.links[packet.peer]
+            reserved = link.reserve(me.parts())
+            header = Header(
+                PacketKind.E2A, 1, 0, packet.header.layer, packet.header.micro_batch,
+                packet.header.token_group, packet.header.priority,
+            )  # fmt: skip
+            check = _reads(packet, world.attention.index(packet.peer))
+            fill = _fills(reserved.tensors, _mark(header, mine))
+            host.launch(
+                "expert",
+                work.expert_us,
+                reads=[range_of(t) for t in packet.tensors],
+                writes=[range_of(t) for t in reserved.tensors],
+                ends=lambda check=check, fill=fill: (check(), fill()),
+            )
+            packet.release()
+            link.commit(reserved, header)
+            me.step()
+    me.finish()
+
+
+class World:
+    """A run: ranks, their links and the module whose code is under test."""
+
+    def __init__(self, work: Workload, module: ModuleType = nccl) -> None:
+        self.work, self.module = work, module
+        self.attention = [f"attention-{n}" for n in range(work.attention_ranks)]
+        self.experts = [f"expert-{n}" for n in range(work.expert_ranks)]
+        self._streams: dict[str, cuda.TransferStreams] = {}
+        self._sockets: dict[tuple[str, str], Socket] = {}
+
+    def run(self, seed: int, **machine: Any) -> CudaModel:
+        """Raises ModelFailure."""
+        run = CudaModel(seed, **machine)
+        programs = {name: lambda host: attend(self, host) for name in self.attention}
+        programs |= {name: lambda host: serve(self, host) for name in self.experts}
+        run.run(programs)
+        return run
+
+    def join(self, host: Host, peer: str) -> Any:
+        sockets = self.link_sockets(host, peer)
+        streams = self._streams.setdefault(host.name, cuda.TransferStreams(CPU))
+        config = ChannelConfig(segment_bytes=self.work.segment_bytes)
+        clock = lambda: 1e-6 * model().now_us  # noqa: E731
+        pair = min(host.name, peer), max(host.name, peer)
+        offer = self.module._Offer(((pair, 0), (pair, 1)), ((pair, 2), (pair, 3)))
+        lanes = self.module.Lanes(
+            Nccl(), offer, streams, initiator=sockets.initiator, device=CPU
+        )
+        return self.module.NcclLink(
+            sockets, config, clock, lanes, streams, CPU, leads=host.name < peer
+        )
+
+    def link_sockets(self, host: Host, peer: str) -> LinkSockets:
+        key = (host.name, peer)
+        if key not in self._sockets:
+            self._sockets[key], self._sockets[peer, host.name] = Socket.pair()
+        return LinkSockets(
+            peer=peer,
+            data=self._sockets[key],
+            heartbeat=Socket.pair()[0],
+            initiator=host.name < peer,
+            offer=b"",
+        )
