@@ -84,6 +84,11 @@ def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def device_identity(device: torch.device) -> str:
+    """Return the GPU's UUID, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def empty_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -154,6 +159,7 @@ class DeviceBuffer(NamedTuple):
 
 class _Block:
     def __init__(self, memory: torch.Tensor) -> None:
+        self.num_bytes = memory.numel()
         self.views, self.flags = Views(memory), bytearray(FLAG_BYTES)
 
     def close(self) -> None:
@@ -219,6 +225,11 @@ class TransferStreams:
 
     def has_free(self, priority: Priority) -> bool:
         return bool(self._free[priority])
+
+    def share(self, priority: Priority) -> torch.cuda.Stream:
+        """Return a stream for copies, which wait for no other process: the streams in turn."""
+        self._free[priority].insert(0, self._free[priority].pop())
+        return self._free[priority][0]
 
     def release(self, priority: Priority, stream: torch.cuda.Stream) -> None:
         self._free[priority].append(stream)

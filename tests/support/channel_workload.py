@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 from collections import defaultdict
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
@@ -84,16 +84,17 @@ def _reads(packet: Packet, source: int) -> Any:
 
 
 def is_sending(link: Any) -> bool:
-    lanes = (*link._lanes.outgoing, *link._lanes.incoming)
-    return not link._ready.is_empty or any(lane.waiting or lane.under_way for lane in lanes)
+    lanes = (*link._lanes.outgoing, *link._lanes.incoming) if hasattr(link, "_lanes") else ()
+    return link.needs_polling or any(lane.waiting or lane.under_way for lane in lanes)
 
 
 def bytes_in_use(link: Any) -> int:
-    link._buffers.releases.settle()
-    segments = link._buffers.segments._segments.values()
-    for segment in segments:
-        segment.reclaim()
-    return sum(segment.allocator.used for segment in segments)
+    used = 0
+    for allocator in (link._buffers.segments, getattr(link, "_segments", link._buffers.segments)):
+        for segment in allocator._segments.values():
+            segment.reclaim()
+            used += segment.allocator.used
+    return used
 
 
 class _Rank:
@@ -101,7 +102,7 @@ class _Rank:
 
     def __init__(self, world: World, host: Host, peers: list[str]) -> None:
         self.world, self.host, self.work = world, host, world.work
-        self.links = {peer: world.join(host, peer) for peer in peers}
+        self.links: dict[str, Any] = {peer: world.join(host, peer) for peer in peers}
 
     def parts(self) -> list[TensorSpec]:
         dice, size = self.host.model.dice, self.work.payload_bytes
@@ -147,8 +148,7 @@ class _Rank:
             self._idle()
         self.host.synchronize()  # the last packets' readers
         for link in self.links.values():
-            if bytes_in_use(link):
-                raise ModelFailure("leak", f"memory of {self.host.name} stays in use")
+            link.maintain(0.0)
 
 
 def attend(world: World, host: Host) -> None:
@@ -242,6 +242,7 @@ class World:
         self.work, self.module = work, module
         self.attention = [f"attention-{n}" for n in range(work.attention_ranks)]
         self.experts = [f"expert-{n}" for n in range(work.expert_ranks)]
+        self.links: dict[tuple[str, str], Any] = {}
         self._streams: dict[str, cuda.TransferStreams] = {}
         self._sockets: dict[tuple[str, str], Socket] = {}
 
@@ -251,13 +252,22 @@ class World:
         programs = {name: lambda host: attend(self, host) for name in self.attention}
         programs |= {name: lambda host: serve(self, host) for name in self.experts}
         run.run(programs)
+        for (name, peer), link in self.links.items():
+            if bytes_in_use(link):
+                raise ModelFailure("leak", f"memory of {name} for {peer} stays in use")
         return run
 
     def join(self, host: Host, peer: str) -> Any:
+        self.links[host.name, peer] = link = self._link(host, peer)
+        return link
+
+    def _link(self, host: Host, peer: str) -> Any:
         sockets = self.link_sockets(host, peer)
         streams = self._streams.setdefault(host.name, cuda.TransferStreams(CPU))
         config = ChannelConfig(segment_bytes=self.work.segment_bytes)
         clock = lambda: 1e-6 * model().now_us  # noqa: E731
+        if self.module.__name__.endswith("ipc"):
+            return self.module.IpcLink(sockets, config, clock, CPU, streams)
         pair = min(host.name, peer), max(host.name, peer)
         offer = self.module._Offer(((pair, 0), (pair, 1)), ((pair, 2), (pair, 3)))
         lanes = self.module.Lanes(
@@ -270,7 +280,8 @@ class World:
     def link_sockets(self, host: Host, peer: str) -> LinkSockets:
         key = (host.name, peer)
         if key not in self._sockets:
-            self._sockets[key], self._sockets[peer, host.name] = Socket.pair()
+            family = socket.AF_UNIX if self.module.__name__.endswith("ipc") else socket.AF_INET
+            self._sockets[key], self._sockets[peer, host.name] = Socket.pair(family)
         return LinkSockets(
             peer=peer,
             data=self._sockets[key],

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import heapq
 import itertools
+import os
 import random
 import socket
 import threading
@@ -33,7 +34,7 @@ from unittest import mock
 
 import torch
 
-from actors.channels import cuda
+from actors.channels import cuda, ipc
 
 Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
 Range = tuple[int, int]  # address and bytes
@@ -82,8 +83,8 @@ class Operation:
 
 
 class Device:
-    def __init__(self, model: CudaModel, sms: int, engines: int) -> None:
-        self.model, self.free, self.engines = model, {"sms": sms, "engines": engines}, engines
+    def __init__(self, model: CudaModel) -> None:
+        self.model, self.free = model, {"sms": model.sms, "engines": model.engines}
         self.queues: list[deque[Operation]] = [deque() for _ in range(model.connections)]
         self.streams: list[Stream] = []
         self.loaded: set[str] = set()
@@ -144,9 +145,6 @@ class Device:
             self.busy.append((op.name, op.start_us, self.model.now_us))
         op.ends()
         self.model.changes += 1
-        for other in self.model.hosts.values():  # events order streams of several devices
-            if other.device is not self:
-                other.device.advance()
 
 
 class Stream:
@@ -414,7 +412,15 @@ class Runtime:
 class SharedFlags(bytearray):
     """The flag page of a segment that two processes map. A set flag orders its reader after."""
 
-    order: Order
+    by_inode: ClassVar[dict[int, SharedFlags]] = {}
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.order: Order = {}
+
+    @classmethod
+    def map(cls, fd: int, size: int) -> SharedFlags:
+        return cls.by_inode.setdefault(os.fstat(fd).st_ino, cls(size))
 
     def __setitem__(self, slot: Any, value: Any) -> None:
         super().__setitem__(slot, value)
@@ -468,7 +474,7 @@ class Socket:
 
     def sendmsg(self, buffers: Sequence[bytes], ancillary: Sequence[Any]) -> int:
         (_, _, fds) = ancillary[0]
-        return self.send(buffers[0], list(fds))
+        return self.send(buffers[0], [os.dup(fd) for fd in fds])
 
     def recv(self, size: int) -> bytes:
         if not self._bytes:
@@ -489,7 +495,8 @@ class Host:
 
     def __init__(self, owner: CudaModel, name: str, program: Callable[[Host], None]) -> None:
         self.model, self.name, self._program = owner, name, program
-        self.device = Device(owner, owner.sms, owner.engines)
+        shares = owner.one_gpu and owner.hosts
+        self.device = next(iter(owner.hosts.values())).device if shares else Device(owner)
         self.order: Order = {}
         self.group: dict[Any, list[tuple[str, Range]]] | None = None
         self.done = False
@@ -565,6 +572,7 @@ class CudaModel:
         engines: int = 2,
         connections: int = CONNECTIONS,
         lazy_loading: bool = False,
+        one_gpu: bool = False,
         spin_limit_us: float = float("inf"),
         message_us: tuple[float, float] = (5.0, 60.0),
         host_us: tuple[float, float] = (1.0, 20.0),
@@ -574,6 +582,7 @@ class CudaModel:
         self.dice = random.Random(seed)
         self.sms, self.compute_sms, self.transfer_sms = sms, compute_sms, transfer_sms
         self.engines, self.connections, self.lazy_loading = engines, connections, lazy_loading
+        self.one_gpu = one_gpu
         self.spin_limit_us, self.message_us, self.host_us = spin_limit_us, message_us, host_us
         self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
         self.now_us = self.spun_us = 0.0
@@ -607,7 +616,8 @@ class CudaModel:
         """Run all programs to their ends. Raises ModelFailure."""
         global _current  # noqa: PLW0603 - one model runs at a time
         _current = self
-        self.hosts = {name: Host(self, name, program) for name, program in programs.items()}
+        for name, program in programs.items():
+            self.hosts[name] = Host(self, name, program)
         for host in self.hosts.values():
             host.thread.start()
             self.at(self.dice.uniform(*self.host_us), lambda host=host: self.resume(host))
@@ -626,6 +636,7 @@ class CudaModel:
             _keep.clear()
             Stream.by_handle.clear()
             Runtime.blocks.clear()
+            SharedFlags.by_inode.clear()
         if self.failure is not None:
             raise self.failure
 
@@ -681,14 +692,18 @@ def installed() -> contextlib.ExitStack:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         stack.enter_context(mock.patch.object(torch.cuda, name, value))
-    stack.enter_context(
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    )
-    stack.enter_context(
-        mock.patch.object(
-            cuda, "empty_bytes", lambda size, _: model().memory.block(size, model().host.current)
-        )
-    )
+    empty = lambda size, _: model().memory.block(size, model().host.current)  # noqa: E731
+    for module, name, value in (
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch, "as_tensor", lambda raw, device: Runtime.blocks[raw.pointer]),
+        (cuda, "empty_bytes", empty),
+        (ipc, "device_identity", lambda device: "gpu" if model().one_gpu else model().host.name),
+        (ipc, "require_cupy", lambda backend: CUPY),
+        (ipc, "create_memfd", lambda size: os.memfd_create("model")),
+        (ipc, "check_memfd", lambda fd, size: True),
+        (ipc, "mmap", SimpleNamespace(mmap=SharedFlags.map)),
+    ):
+        stack.enter_context(mock.patch.object(module, name, value))
     return stack
 
 
