@@ -213,7 +213,10 @@ class TransferStreams:
     def __init__(self, device: torch.device) -> None:
         self.memory = new_stream(device)
         self._free = tuple(
-            [new_stream(device, -1 if each is Priority.LS else 0) for _ in range(TRANSFERS_PER_CLASS)]
+            [
+                new_stream(device, -1 if each is Priority.LS else 0)
+                for _ in range(TRANSFERS_PER_CLASS)
+            ]
             for each in Priority
         )
         self.short = [False] * len(Priority)  # by class: a transfer waits for a stream

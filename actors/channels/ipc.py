@@ -177,9 +177,7 @@ class IpcLink(SharedMemoryLink):
         """Send the frames of the payloads that are filled."""
         for priority in Priority:
             for reservation, header in self._ready.take(priority):
-                super().commit(
-                    reservation, msgspec.structs.replace(header, sent_s=self._clock())
-                )
+                super().commit(reservation, msgspec.structs.replace(header, sent_s=self._clock()))
 
     def _take(self, message: Payload) -> Packet | None:
         copies, place = self._copies[message.header.priority], message.place

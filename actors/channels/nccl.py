@@ -47,6 +47,7 @@ from actors.channels.cuda import (
     DeviceEndpoint,
     ReadyQueue,
     TransferStreams,
+    empty_bytes,
     has_passed,
     new_stream,
     recorded,
@@ -193,7 +194,7 @@ class Lanes:
     ) -> None:
         """Connect all lanes. Blocks until the peer does the same: see `open_lanes`."""
         rank = 0 if initiator else 1
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)
+        probe = empty_bytes(1, device)
         stream = torch.cuda.current_stream(device)
         outgoing: list[_Lane] = []
         incoming: list[_Lane] = []

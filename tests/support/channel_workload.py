@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.channels import cuda, ipc, nccl
+from actors.channels import nccl
 from actors.channels.base import Header, Packet, PacketKind, TensorSpec
 from actors.channels.link import LinkSockets
 from contracts.config import ChannelConfig
+from contracts.plan import Order
 from contracts.requests import Priority
-from contracts.traces import Stage, TaskSpan
+from contracts.traces import TRANSFERS, length, union
+from planner.schedule.replay import replay
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 from tests.support.cuda_model import (
     CUPY,
     CudaModel,
@@ -35,7 +38,9 @@ CPU = torch.device("cpu")
 
 class Workload(NamedTuple):
     """sync: chance that a process waits for its device at a step, as a lazy load does.
-    two_classes: every other micro-batch is best-effort. empty: chance of a packet without bytes."""
+    two_classes: every other micro-batch is best-effort. empty: chance of a packet without bytes.
+    shared_us: of the shared expert, which an attention rank computes while the others do theirs.
+    """
 
     layers: int = 2
     micro_batches: int = 2
@@ -43,6 +48,7 @@ class Workload(NamedTuple):
     attention_ranks: int = 1
     expert_ranks: int = 1
     attention_us: float = 300.0
+    shared_us: float = 0.0
     expert_us: float = 200.0
     payload_bytes: int = 4000
     sync: float = 0.0
@@ -75,12 +81,17 @@ def _reads(packet: Packet, source: int) -> Any:
 
     def check() -> None:
         for pointer, size in places:
-            if size and {*ctypes.string_at(pointer, 1), *ctypes.string_at(pointer + size - 1, 1)} != {
-                mark
-            }:
+            if size and {
+                *ctypes.string_at(pointer, 1),
+                *ctypes.string_at(pointer + size - 1, 1),
+            } != {mark}:
                 raise ModelFailure("corrupt", f"{packet.header} has other bytes")
 
     return check
+
+
+def parts_of(size: int) -> list[TensorSpec]:
+    return [TensorSpec("uint8", (size,)), TensorSpec("int32", (size // 16, 2))]
 
 
 def is_sending(link: Any) -> bool:
@@ -105,23 +116,24 @@ class _Rank:
         self.links: dict[str, Any] = {peer: world.join(host, peer) for peer in peers}
 
     def parts(self) -> list[TensorSpec]:
-        dice, size = self.host.model.dice, self.work.payload_bytes
-        if self.work.empty and dice.random() < self.work.empty:
-            size = 0
-        return [TensorSpec("uint8", (size,)), TensorSpec("int32", (size // 16, 2))]
+        is_empty = self.work.empty and self.host.model.dice.random() < self.work.empty
+        return parts_of(0 if is_empty else self.work.payload_bytes)
 
     def step(self) -> None:
         """Let time pass, and sometimes wait for the device."""
-        host, dice = self.host, self.host.model.dice
-        if self.work.sync and dice.random() < self.work.sync:
-            host.synchronize()
-        host.pause(dice.uniform(*host.model.host_us))
+        self._synchronize()
+        self.host.pause(self.host.model.dice.uniform(*self.host.model.host_us))
+
+    def _synchronize(self) -> None:
+        if self.work.sync and self.host.model.dice.random() < self.work.sync:
+            self.host.synchronize()
 
     def packets(self) -> Iterator[Packet]:
         """Packets of one poll of all links; waits for a change if there are none."""
         found: list[Packet] = []
         for link in self.links.values():
             found += link.receive()
+        self._synchronize()
         if not found:
             self._idle()
         yield from found
@@ -201,9 +213,12 @@ def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> Non
         for packet in previous:
             packet.release()
         previous = []
+        host.model.dice.shuffle(outgoing)
         for link, reserved in outgoing:
             link.commit(reserved, header)
         me.step()
+    if work.shared_us:
+        host.launch("shared", work.shared_us)
 
 
 def serve(world: World, host: Host) -> None:
@@ -243,7 +258,7 @@ class World:
         self.attention = [f"attention-{n}" for n in range(work.attention_ranks)]
         self.experts = [f"expert-{n}" for n in range(work.expert_ranks)]
         self.links: dict[tuple[str, str], Any] = {}
-        self._streams: dict[str, cuda.TransferStreams] = {}
+        self._streams: dict[str, Any] = {}
         self._sockets: dict[tuple[str, str], Socket] = {}
 
     def run(self, seed: int, **machine: Any) -> CudaModel:
@@ -263,16 +278,14 @@ class World:
 
     def _link(self, host: Host, peer: str) -> Any:
         sockets = self.link_sockets(host, peer)
-        streams = self._streams.setdefault(host.name, cuda.TransferStreams(CPU))
+        streams = self._streams.setdefault(host.name, self.module.TransferStreams(CPU))
         config = ChannelConfig(segment_bytes=self.work.segment_bytes)
         clock = lambda: 1e-6 * model().now_us  # noqa: E731
         if self.module.__name__.endswith("ipc"):
             return self.module.IpcLink(sockets, config, clock, CPU, streams)
         pair = min(host.name, peer), max(host.name, peer)
         offer = self.module._Offer(((pair, 0), (pair, 1)), ((pair, 2), (pair, 3)))
-        lanes = self.module.Lanes(
-            Nccl(), offer, streams, initiator=sockets.initiator, device=CPU
-        )
+        lanes = self.module.Lanes(Nccl(), offer, streams, initiator=sockets.initiator, device=CPU)
         return self.module.NcclLink(
             sockets, config, clock, lanes, streams, CPU, leads=host.name < peer
         )
@@ -289,3 +302,47 @@ class World:
             initiator=host.name < peer,
             offer=b"",
         )
+
+
+class Overlap(NamedTuple):
+    """Shares of the transfers' time in which a rank computes: FinDEP's overlapped communication."""
+
+    model: float
+    plan: float
+
+
+PIPELINES = {
+    "1 micro-batch, shared expert": Workload(
+        6, 1, attention_us=600.0, shared_us=1500.0, expert_us=800.0, payload_bytes=20_000
+    ),
+    "2 micro-batches, shared expert": Workload(
+        6, 2, attention_us=300.0, shared_us=900.0, expert_us=500.0, payload_bytes=20_000
+    ),
+    "4 micro-batches": Workload(
+        6, 4, attention_us=1000.0, expert_us=900.0, payload_bytes=40_000
+    ),
+}  # fmt: skip
+PROMPT = {"message_us": (5.0, 20.0), "host_us": (1.0, 5.0)}  # one node, processes that poll
+
+
+def overlap(module: ModuleType, work: Workload, seed: int = 0) -> Overlap:
+    """Compare a run with the planner's replay of the same stage times."""
+    run = World(work, module).run(seed, **PROMPT)
+    busy = [(start, end) for host in run.hosts.values() for _, start, end in host.device.busy]
+    moved_ms = 1e-3 * run.transfer_us(sum(part.num_bytes for part in parts_of(work.payload_bytes)))
+    group = GroupRun(1, moved_ms, work.expert_us / 1e3, moved_ms)
+    times = MicroBatchTimes(work.attention_us / 1e3, work.shared_us / 1e3, (group,))
+    schedule = Schedule((times,) * work.micro_batches, work.layers, Order.ASAS, 0, 1)
+    spans = replay(schedule).spans
+    return Overlap(
+        _overlapped([(start, end) for _, start, end in run.received], busy),
+        _overlapped(
+            [(s.start_s, s.end_s) for s in spans if s.stage in TRANSFERS],
+            [(s.start_s, s.end_s) for s in spans if s.stage not in TRANSFERS],
+        ),
+    )
+
+
+def _overlapped(transfers: list[tuple[float, float]], busy: list[tuple[float, float]]) -> float:
+    exposed = length(union([*transfers, *busy])) - length(union(busy))
+    return 1.0 - exposed / length(union(transfers))

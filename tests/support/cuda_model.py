@@ -34,7 +34,8 @@ from unittest import mock
 
 import torch
 
-from actors.channels import cuda, ipc
+from actors.channels import cuda, ipc, nccl
+from tests.support.waiting import wait_until
 
 Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
 Range = tuple[int, int]  # address and bytes
@@ -45,6 +46,7 @@ class ModelFailure(AssertionError):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
         self.kind = kind
+        model().failure = model().failure or self  # whatever catches it
 
 
 class _Stopped(BaseException):
@@ -162,17 +164,15 @@ class Stream:
         self.order: Order = {}
         self.running: Operation | None = None
         self.queued = 0
-        self.last: Operation | None = None
 
     def add(self, op: Operation) -> Operation:
-        host = model().host
-        op.stream, op.order = self, host.tick()
-        self.queued += 1
-        self.last = op
-        self.queue.append(op)
-        if op.communicator is not None:
-            op.communicator.calls.append(op)
-        self.on.advance()
+        with model().lock:
+            op.stream, op.order = self, model().host.tick()
+            self.queued += 1
+            self.queue.append(op)
+            if op.communicator is not None:
+                op.communicator.calls.append(op)
+            self.on.advance()
         return op
 
     def wait_event(self, event: Event) -> None:
@@ -229,8 +229,11 @@ class Memory:
                 ordered = order.get(key, 0) >= number
                 if not ordered and (written or wrote):
                     raise ModelFailure("race", f"{name} and {what} use the same memory unordered")
-                if ordered and (written or not wrote) and start <= begin and (
-                    begin + length <= start + size
+                if (
+                    ordered
+                    and (written or not wrote)
+                    and start <= begin
+                    and (begin + length <= start + size)
                 ):
                     continue
             kept.append(known)
@@ -331,20 +334,31 @@ class Communicator:
         duration_us = model().transfer_us(bytes_)
 
         def ends() -> None:
+            if op.done or other.done:
+                return  # aborted
             for (direction, place), (_, far) in zip(op.calls, other.calls, strict=True):
                 source, target = (place, far) if direction == "send" else (far, place)
                 ctypes.memmove(target[0], source[0], source[1])
-            model().transfers.append((op.calls[0][0], self.host.name, now, now + duration_us))
+            receiver = self if op.calls[0][0] == "recv" else peer
+            model().received.append((receiver.host.name, now, now + duration_us))
             self.resident = peer.resident = None  # before either device starts its next
             self.host.device.end(op)
             peer.host.device.end(other)
 
         model().at(duration_us, ends)
 
-    def check_async_error(self) -> None: ...
+    def check_async_error(self) -> None:
+        if Nccl.broken:
+            raise RuntimeError("unhandled system error")
 
     def abort(self) -> None:
+        """End the call under way as if it had received everything."""
         self.aborted = True
+        Nccl.aborts += 1
+        if self.resident is not None:
+            op, self.resident = self.resident, None
+            self.host.device.end(op)
+        self.host.device.advance()
 
 
 class Nccl:
@@ -352,6 +366,17 @@ class Nccl:
 
     NCCL_UINT8 = 1
     NcclCommunicator = Communicator
+    broken: ClassVar[bool] = False
+    aborts: ClassVar[int] = 0
+
+    def __init__(self, id_type: type = bytes) -> None:
+        self.id_type = id_type
+        self.ids: list[object] = []
+        Nccl.broken, Nccl.aborts = False, 0
+
+    def get_unique_id(self) -> object:
+        self.ids.append(self.id_type([len(self.ids)] * 128))
+        return self.ids[-1]
 
     def groupStart(self) -> None:
         if model().host.group is not None:
@@ -395,7 +420,7 @@ class Runtime:
         def ends() -> None:
             ctypes.memmove(target, source, size)
             now = model().now_us
-            model().transfers.append(("copy", host.name, now - duration_us, now))
+            model().received.append((host.name, now - duration_us, now))
 
         host = model().host
         copy = Operation(
@@ -504,14 +529,15 @@ class Host:
         self.blocked_by = ""
         self.go = threading.Lock()
         self.go.acquire()
-        self.current: Stream
+        self._current: dict[int, Stream] = {}
+        self.default: Stream
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         self.go.acquire()
         try:
             if not self.model.stopped:
-                self.current = Stream()
+                self.default = Stream()
                 self._program(self)
         except _Stopped:
             pass
@@ -520,7 +546,16 @@ class Host:
         self.done = True
         self.model.back.release()
 
-    def _leave(self) -> None:
+    @property
+    def current(self) -> Stream:
+        """The calling thread's stream."""
+        return self._current.setdefault(threading.get_ident(), self.default)
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._current[threading.get_ident()] = stream
+
+    def leave(self) -> None:
         self.model.back.release()
         self.go.acquire()
         if self.model.stopped:
@@ -532,13 +567,11 @@ class Host:
 
     def pause(self, duration_us: float) -> None:
         self.model.at(duration_us, lambda: self.model.resume(self))
-        self._leave()
+        self.leave()
 
     def block(self, condition: Callable[[], bool], what: str) -> None:
-        if condition():
-            return
-        self.waits, self.blocked_by = condition, what
-        self._leave()
+        if not condition():
+            self.model.suspend(self, condition, what)
 
     def synchronize(self) -> None:
         """Wait for the device, as cudaFree, cudaHostRegister or a lazy module load does."""
@@ -591,9 +624,10 @@ class CudaModel:
         self.host: Host
         self.memory = Memory()
         self.communicators: defaultdict[object, dict[int, Communicator]] = defaultdict(dict)
-        self.transfers: list[tuple[str, str, float, float]] = []  # kind, host, start, end
+        self.received: list[tuple[str, float, float]] = []  # host, start, end
         self.failure: BaseException | None = None
         self.stopped = False
+        self.lock = threading.RLock()
         self.back = threading.Lock()
         self.back.acquire()
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
@@ -605,6 +639,11 @@ class CudaModel:
     def at(self, delay_us: float, action: Callable[[], None]) -> None:
         entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), action)
         heapq.heappush(self._heap, entry)
+
+    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
+        """Run the others until `condition`."""
+        host.waits, host.blocked_by = condition, what
+        host.leave()
 
     def resume(self, host: Host) -> None:
         """Run the host until it waits."""
@@ -637,8 +676,6 @@ class CudaModel:
             Stream.by_handle.clear()
             Runtime.blocks.clear()
             SharedFlags.by_inode.clear()
-        if self.failure is not None:
-            raise self.failure
 
     def _step(self) -> None:
         if self.failure is not None:
@@ -657,11 +694,43 @@ class CudaModel:
                     self.at(delay_us, lambda host=host: self.resume(host))
 
     def _check_end(self) -> None:
+        if self.failure is not None:
+            raise self.failure
         for host in self.hosts.values():
             if host.group is not None:
                 raise ModelFailure("mismatch", f"{host.name} left a group open")
             if not host.device.idle:
                 raise ModelFailure("deadlock", f"the device of {host.name} does not end")
+
+
+class FreeModel(CudaModel):
+    """A model without a clock, one process whose code has real threads and sockets.
+
+    Work ends at once; while `held`, at the next `end_held`.
+    """
+
+    def __init__(self) -> None:
+        global _current  # noqa: PLW0603
+        super().__init__(0)
+        _current = self
+        self.held = False
+        self.host = Host(self, "host", lambda host: None)
+        self.host.default = Stream()
+
+    def at(self, delay_us: float, action: Callable[[], None]) -> None:
+        if self.held:
+            super().at(delay_us, action)
+        else:
+            action()
+
+    def end_held(self) -> None:
+        self.held = False
+        with self.lock:
+            while self._heap:
+                heapq.heappop(self._heap)[-1]()
+
+    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, f"no {what}", 10.0, 0.001)
 
 
 _current: CudaModel
@@ -697,6 +766,7 @@ def installed() -> contextlib.ExitStack:
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch, "as_tensor", lambda raw, device: Runtime.blocks[raw.pointer]),
         (cuda, "empty_bytes", empty),
+        (nccl, "empty_bytes", empty),
         (ipc, "device_identity", lambda device: "gpu" if model().one_gpu else model().host.name),
         (ipc, "require_cupy", lambda backend: CUPY),
         (ipc, "create_memfd", lambda size: os.memfd_create("model")),
