@@ -93,10 +93,11 @@ class DeviceMemory:
 
 
 class PeerDeviceMemory:
-    """Memory of another GPU of this node. Only copies may use it: torch does not know its GPU."""
+    """Memory of another GPU of this node, which torch may not know."""
 
     def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
         self.pointer, self.num_bytes = pointer, num_bytes
+        self.views = Views(torch.empty(0, dtype=torch.uint8))  # none: only copies read it
         self.flags = mmap.mmap(fd, FLAG_BYTES)
         weakref.finalize(self, free, pointer).atexit = False
 

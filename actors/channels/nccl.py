@@ -17,8 +17,8 @@ waits on the device for the other end's host, never for compute.
 Of the two ends of a link, the one with the smaller name leads: it launches first, and the other end
 only once it has. A rank's host may therefore wait for its device at any time (a module load,
 cudaFree): its own transfers that wait for a peer wait for a rank with a larger name only, so no
-cycle of waiting ranks exists. A transfer takes a stream that no other lane uses (`TransferStreams`),
-since streams in one hardware queue wait for each other.
+cycle of waiting ranks exists. A transfer takes a stream that no other lane uses, since streams in
+one hardware queue wait for each other (`TransferStreams`).
 
 `abort` ends a transfer whose peer died; it yields no packet, because the header alone would count
 as an answer to a half-sent payload. Creating a communicator and its first transfer block until the

@@ -48,7 +48,9 @@ class SegmentMemory(Protocol):
 
     num_bytes: int
     views: Views
-    flags: mmap.mmap | bytearray
+
+    @property
+    def flags(self) -> mmap.mmap | bytearray: ...
 
     def close(self) -> None:
         """Release the memory. Tensors still held keep their bytes."""

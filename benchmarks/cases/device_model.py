@@ -19,7 +19,7 @@ from typing import Any
 from actors.channels import ipc, nccl
 from benchmarks.harness import Case, Measured, Table, table_of
 from tests.support.channel_workload import PIPELINES, Workload, World, overlap
-from tests.support.cuda_model import ModelFailure, installed
+from tests.support.cuda_model import ModelError, installed
 from tests.support.planted_device_bugs import device_bugs, found, planted
 
 BACKENDS = {"nccl": nccl, "ipc": ipc}
@@ -105,7 +105,7 @@ def _run_chunk(first: int, runs: int) -> list[str]:
             name, backend = tuple(BACKENDS.items())[seed % len(BACKENDS)]
             try:
                 World(random_workload(seed), backend).run(seed, lazy_loading=seed % 3 == 0)
-            except ModelFailure as failure:
+            except ModelError as failure:
                 failures.append(f"{name}, seed {seed}: {failure}")
     return failures
 
@@ -131,7 +131,7 @@ CASES = [
     Case(
         name="device_model",
         title="GPU channels on a model of CUDA",
-        question="Does a model of the CUDA runtime find bugs of the GPU channels, and none in them?",
+        question="Does a model of CUDA find bugs planted in the GPU channels, and none in them?",
         measure=measure,
         tables=tables,
         add_options=add_options,

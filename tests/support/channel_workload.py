@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,14 +22,11 @@ from contracts.traces import TRANSFERS, length, union
 from planner.schedule.replay import replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 from tests.support.cuda_model import (
-    CUPY,
     CudaModel,
     Host,
-    ModelFailure,
+    ModelError,
     Nccl,
-    SharedFlags,
     Socket,
-    installed,
     model,
     range_of,
 )
@@ -85,7 +83,7 @@ def _reads(packet: Packet, source: int) -> Any:
                 *ctypes.string_at(pointer, 1),
                 *ctypes.string_at(pointer + size - 1, 1),
             } != {mark}:
-                raise ModelFailure("corrupt", f"{packet.header} has other bytes")
+                raise ModelError("corrupt", f"{packet.header} has other bytes")
 
     return check
 
@@ -106,6 +104,11 @@ def bytes_in_use(link: Any) -> int:
             segment.reclaim()
             used += segment.allocator.used
     return used
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class _Rank:
@@ -154,7 +157,7 @@ class _Rank:
         while True:
             for link in self.links.values():
                 if link.receive():
-                    raise ModelFailure("corrupt", f"{self.host.name} got a packet too many")
+                    raise ModelError("corrupt", f"{self.host.name} got a packet too many")
             if not any(map(is_sending, self.links.values())):
                 break
             self._idle()
@@ -198,7 +201,7 @@ def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> Non
             PacketKind.A2E, 1, 0, task.layer, task.micro_batch, group,
             priority_of(work, task.micro_batch),
         )  # fmt: skip
-        for peer, link in me.links.items():
+        for link in me.links.values():
             outgoing.append((link, link.reserve(me.parts())))
         reads = [range_of(t) for packet in previous for t in packet.tensors]
         checks = [_reads(packet, me.world.experts.index(packet.peer)) for packet in previous]
@@ -208,7 +211,7 @@ def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> Non
             work.attention_us if number == 0 else 1.0,
             reads=reads,
             writes=[range_of(t) for _, reserved in outgoing for t in reserved.tensors],
-            ends=lambda checks=checks, fills=fills: [call() for call in (*checks, *fills)],
+            ends=partial(_call_all, (*checks, *fills)),
         )
         for packet in previous:
             packet.release()
@@ -242,7 +245,7 @@ def serve(world: World, host: Host) -> None:
                 work.expert_us,
                 reads=[range_of(t) for t in packet.tensors],
                 writes=[range_of(t) for t in reserved.tensors],
-                ends=lambda check=check, fill=fill: (check(), fill()),
+                ends=partial(_call_all, (check, fill)),
             )
             packet.release()
             link.commit(reserved, header)
@@ -262,14 +265,14 @@ class World:
         self._sockets: dict[tuple[str, str], Socket] = {}
 
     def run(self, seed: int, **machine: Any) -> CudaModel:
-        """Raises ModelFailure."""
+        """Raises ModelError."""
         run = CudaModel(seed, **machine)
         programs = {name: lambda host: attend(self, host) for name in self.attention}
         programs |= {name: lambda host: serve(self, host) for name in self.experts}
         run.run(programs)
         for (name, peer), link in self.links.items():
             if bytes_in_use(link):
-                raise ModelFailure("leak", f"memory of {name} for {peer} stays in use")
+                raise ModelError("leak", f"memory of {name} for {peer} stays in use")
         return run
 
     def join(self, host: Host, peer: str) -> Any:
@@ -297,8 +300,8 @@ class World:
             self._sockets[key], self._sockets[peer, host.name] = Socket.pair(family)
         return LinkSockets(
             peer=peer,
-            data=self._sockets[key],
-            heartbeat=Socket.pair()[0],
+            data=self._sockets[key],  # type: ignore[arg-type]
+            heartbeat=Socket.pair()[0],  # type: ignore[arg-type]
             initiator=host.name < peer,
             offer=b"",
         )

@@ -28,6 +28,7 @@ import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -42,7 +43,7 @@ Range = tuple[int, int]  # address and bytes
 CONNECTIONS = 32  # hardware queues
 
 
-class ModelFailure(AssertionError):
+class ModelError(AssertionError):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
         self.kind = kind
@@ -210,7 +211,9 @@ class Event:
         model().host.block(self.query, "an event")
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.op is not None and end.op is not None and self.op.done and end.op.done
+        assert self.op is not None
+        assert end.op is not None
+        assert end.op.done
         return (end.op.start_us - self.op.start_us) / 1e3
 
 
@@ -228,7 +231,7 @@ class Memory:
             if begin < start + size and start < begin + length and size and length:
                 ordered = order.get(key, 0) >= number
                 if not ordered and (written or wrote):
-                    raise ModelFailure("race", f"{name} and {what} use the same memory unordered")
+                    raise ModelError("race", f"{name} and {what} use the same memory unordered")
                 if (
                     ordered
                     and (written or not wrote)
@@ -289,7 +292,7 @@ class Communicator:
 
     def _add(self, direction: str, place: Range, rank: int, stream: int) -> None:
         if rank == self.rank:
-            raise ModelFailure("mismatch", "a transfer to its own rank")
+            raise ModelError("mismatch", "a transfer to its own rank")
         group = self.host.group
         key = (self, stream)
         calls = group.setdefault(key, []) if group is not None else []
@@ -322,11 +325,11 @@ class Communicator:
         flip = {"send": "recv", "recv": "send"}
         mirrored = [(flip[direction], place[1]) for direction, place in other.calls]
         if mirrored != [(direction, place[1]) for direction, place in op.calls]:
-            raise ModelFailure("mismatch", f"{op.calls} meets {other.calls}")
+            raise ModelError("mismatch", f"{op.calls} meets {other.calls}")
         spin_us = now - min(op.start_us, other.start_us)
         limit_us = model().spin_limit_us
         if spin_us > limit_us:
-            raise ModelFailure("spin", f"{spin_us:.0f} us of at most {limit_us:.0f}")
+            raise ModelError("spin", f"{spin_us:.0f} us of at most {limit_us:.0f}")
         model().spun_us += spin_us
         merge(op.stream.order, other.stream.order)
         merge(other.stream.order, op.stream.order)
@@ -380,13 +383,13 @@ class Nccl:
 
     def groupStart(self) -> None:
         if model().host.group is not None:
-            raise ModelFailure("mismatch", "a group within a group")
+            raise ModelError("mismatch", "a group within a group")
         model().host.group = {}
 
     def groupEnd(self) -> None:
         group, model().host.group = model().host.group, None
         if group is None:
-            raise ModelFailure("mismatch", "the end of a group that never began")
+            raise ModelError("mismatch", "the end of a group that never began")
         for (communicator, stream), calls in group.items():
             communicator.launch(Stream.by_handle[stream], calls)
 
@@ -463,7 +466,9 @@ class Socket:
     def __init__(self, family: int) -> None:
         self.family = family
         self.peer: Socket
-        self._bytes, self._fds, self._order = b"", [], {}
+        self._bytes = b""
+        self._fds: list[int] = []
+        self._order: Order = {}
         self._last_us = 0.0
 
     @classmethod
@@ -520,8 +525,8 @@ class Host:
 
     def __init__(self, owner: CudaModel, name: str, program: Callable[[Host], None]) -> None:
         self.model, self.name, self._program = owner, name, program
-        shares = owner.one_gpu and owner.hosts
-        self.device = next(iter(owner.hosts.values())).device if shares else Device(owner)
+        first = next(iter(owner.hosts.values()), None)
+        self.device: Device = first.device if first and owner.one_gpu else Device(owner)
         self.order: Order = {}
         self.group: dict[Any, list[tuple[str, Range]]] | None = None
         self.done = False
@@ -541,7 +546,7 @@ class Host:
                 self._program(self)
         except _Stopped:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
             self.model.failure = self.model.failure or error
         self.done = True
         self.model.back.release()
@@ -652,14 +657,14 @@ class CudaModel:
         self.back.acquire()
 
     def run(self, programs: dict[str, Callable[[Host], None]]) -> None:
-        """Run all programs to their ends. Raises ModelFailure."""
-        global _current  # noqa: PLW0603 - one model runs at a time
+        """Run all programs to their ends. Raises ModelError."""
+        global _current
         _current = self
         for name, program in programs.items():
             self.hosts[name] = Host(self, name, program)
         for host in self.hosts.values():
             host.thread.start()
-            self.at(self.dice.uniform(*self.host_us), lambda host=host: self.resume(host))
+            self.at(self.dice.uniform(*self.host_us), partial(self.resume, host))
         try:
             while not all(host.done for host in self.hosts.values()):
                 self._step()
@@ -682,7 +687,7 @@ class CudaModel:
             raise self.failure
         if not self._heap:
             waits = [f"{h.name} waits for {h.blocked_by}" for h in self.hosts.values() if h.waits]
-            raise ModelFailure("deadlock", "; ".join(waits))
+            raise ModelError("deadlock", "; ".join(waits))
         self.now_us, _, _, action = heapq.heappop(self._heap)
         action()
         for host in self.hosts.values():
@@ -691,16 +696,16 @@ class CudaModel:
                 if host.waits():
                     host.waits = None
                     delay_us = self.dice.uniform(*self.host_us)
-                    self.at(delay_us, lambda host=host: self.resume(host))
+                    self.at(delay_us, partial(self.resume, host))
 
     def _check_end(self) -> None:
         if self.failure is not None:
             raise self.failure
         for host in self.hosts.values():
             if host.group is not None:
-                raise ModelFailure("mismatch", f"{host.name} left a group open")
+                raise ModelError("mismatch", f"{host.name} left a group open")
             if not host.device.idle:
-                raise ModelFailure("deadlock", f"the device of {host.name} does not end")
+                raise ModelError("deadlock", f"the device of {host.name} does not end")
 
 
 class FreeModel(CudaModel):
@@ -710,7 +715,7 @@ class FreeModel(CudaModel):
     """
 
     def __init__(self) -> None:
-        global _current  # noqa: PLW0603
+        global _current
         super().__init__(0)
         _current = self
         self.held = False

@@ -12,7 +12,7 @@ import msgspec
 
 from actors.channels import cuda, ipc, nccl
 from tests.support.channel_workload import PIPELINES, Overlap, Workload, World, overlap
-from tests.support.cuda_model import ModelFailure
+from tests.support.cuda_model import ModelError
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("device_bugs.json")
@@ -65,19 +65,17 @@ def device_bugs() -> list[DeviceBug]:
 
 def planted(bug: DeviceBug, backend: ModuleType) -> ModuleType:
     """The backend's module with the bug in it or in the module that it shares with others."""
-    names = {"actors.channels.cuda": cuda}
-    if not bug.file.endswith("/cuda.py"):
-        names = {}
-    for name, module in (*names.items(), (backend.__name__, backend)):
+    is_shared = bug.file.endswith("/cuda.py")
+    for module in (cuda, backend) if is_shared else (backend,):
         path = Path(str(module.__file__))
         text = path.read_text(encoding="utf-8")
         if bug.file.endswith(f"/{path.name}"):
             text = text.replace(bug.old, bug.new)
-        if names:
+        if is_shared:
             text = text.replace("from actors.channels.cuda import", "from planted.cuda import")
         made = ModuleType(f"planted.{path.stem}")
         sys.modules[made.__name__] = made
-        exec(compile(text, str(path), "exec"), made.__dict__)  # noqa: S102 - our own source
+        exec(compile(text, str(path), "exec"), made.__dict__)
         for each in _PATCHED:
             if hasattr(made, each):
                 setattr(made, each, getattr(module, each))
@@ -100,9 +98,9 @@ def symptom(module: ModuleType, seeds: range) -> str:
                 continue
             try:
                 World(case.work, module).run(seed, **case.machine)
-            except ModelFailure as failure:
+            except ModelError as failure:
                 return failure.kind
-            except Exception as error:  # what the code itself notices
+            except Exception as error:  # noqa: BLE001 - what the code itself notices
                 return f"error: {type(error).__name__}"
         if seed == seeds[0] and not all(
             is_overlapped(overlap(module, work)) for work in PIPELINES.values()

@@ -1,4 +1,4 @@
-"""The GPU channels on the model of the CUDA runtime, and the model itself. Figures are simulated."""
+"""The GPU channels on the model of the CUDA runtime, and the model. Figures are simulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cuda_model import (
     CudaModel,
     Event,
     Host,
-    ModelFailure,
+    ModelError,
     Runtime,
     Stream,
     installed,
@@ -36,7 +36,7 @@ def cuda_model() -> Iterator[None]:
 
 def fails(kind: str, *programs: Callable[[Host], None], **machine: int) -> None:
     named = {f"rank-{number}": program for number, program in enumerate(programs)}
-    with pytest.raises(ModelFailure) as failure:
+    with pytest.raises(ModelError) as failure:
         CudaModel(0, **machine).run(named)  # type: ignore[arg-type]
     assert failure.value.kind == kind, failure.value
 
@@ -103,7 +103,7 @@ def test_two_sends_meet_as_a_mismatch_and_a_wait_beside_a_spinning_kernel_as_a_d
 
     def send_and_wait(host: Host) -> None:
         rank = int(host.name[-1])
-        out, back = [Communicator(2, number, rank) for number in ((0, 1) if rank == 0 else (0, 1))]
+        out, back = [Communicator(2, number, rank) for number in range(2)]
         mine, other = (out, back) if rank == 0 else (back, out)
         block = model().memory.block(64, Stream())
         mine.send(block.data_ptr(), 64, 1, 1 - rank, Stream().cuda_stream)
