@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.channels import ipc, nccl
+from kernels.device import DeviceTimes
 from tests.support.channel_workload import PIPELINES, Workload, World, overlap
 from tests.support.cuda_model import (
     Communicator,
@@ -159,6 +160,30 @@ def test_any_schedule_ends_without_a_race_a_deadlock_or_a_leak(
 def test_transfers_overlap_with_compute_as_planned(backend: ModuleType, pipeline: str) -> None:
     shares = overlap(backend, PIPELINES[pipeline])
     assert is_overlapped(shares), shares
+
+
+def test_spans_are_times_of_the_device_not_of_its_queue() -> None:
+    spans: list[tuple[float, float]] = []
+    queued_us: list[float] = []
+
+    def launch(host: Host) -> None:
+        times, now_s = DeviceTimes(host.current.device), lambda: 1e-6 * model().now_us
+        start = times.mark(now_s())
+        for duration_us in (3000.0, 2000.0):
+            host.launch("attention", duration_us)
+            end = times.mark(now_s())
+            times.measure(start, end, lambda begin, finish: spans.append((begin, finish)))
+            start = end
+        queued_us.append(model().now_us)
+        host.synchronize()
+        assert not spans
+        times.settle()
+
+    CudaModel(0).run({"rank": launch})
+    assert queued_us[0] < 100.0
+    (first, second), (third, fourth) = spans
+    assert (second - first, fourth - third) == pytest.approx((0.003, 0.002), abs=1e-5)
+    assert second == third
 
 
 def test_no_transfer_waits_on_the_device_for_compute() -> None:
