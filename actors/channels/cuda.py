@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import importlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -23,7 +22,7 @@ from actors.channels.segments import FLAG_BYTES, SegmentAllocator, releaser
 from contracts.errors import ChannelError
 from contracts.requests import Priority
 
-INSTALL = "in a clone: pip install -e '.[cuda]'"
+INSTALL = f"in a clone: pip install -e '.[cuda{(torch.version.cuda or '12').partition('.')[0]}]'"
 TRANSFERS_PER_CLASS: Final = 4  # under way at a time, of one rank
 DEVICE_ENVIRONMENT: Final = {
     # A kernel's first use would otherwise wait for the whole device, transfers included.
@@ -35,15 +34,9 @@ DEVICE_ENVIRONMENT: Final = {
     # Memory that grows is mapped, not freed and allocated anew, which would wait for the device.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
-"""Environment of a process with a GPU, unless the variable is set already."""
+"""Environment of ranks on GPUs, unless it is set: CUDA and NCCL read it when they start."""
 
 _Item = TypeVar("_Item")
-
-
-def set_device_environment() -> None:
-    """Set DEVICE_ENVIRONMENT. CUDA and NCCL read it when they start: call it before them."""
-    for name, value in DEVICE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def require_cupy(backend: str) -> Any:

@@ -6,6 +6,8 @@ to its own memory by a copy engine: no processor of either GPU takes part, and n
 the other process.
 
 - *ready*: the frame leaves when the work that fills the payload has completed (`ReadyQueue`);
+- *copied*: a packet is delivered only if its sender was not ending when the copy was complete, as
+  the driver may free the memory of a killed process;
 - *released*: the slot's flag is set once the kernels that read the payload, or its copy, have
   completed, so the sender never overwrites what is still read.
 """
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, TensorSpec
+from actors.channels.base import Header, Packet, TensorSpec, connection_closed
 from actors.channels.cuda import (
     DeviceBuffers,
     DeviceEndpoint,
@@ -158,6 +160,8 @@ class IpcLink(SharedMemoryLink):
         self._announce()
         for copies in self._copies:
             while copies and copies[0].is_done:
+                if self._is_peer_ending():
+                    raise connection_closed(self.peer)
                 copied = copies.popleft()
                 copied.set_flag()
                 copied.packet.arrived_s = self._clock()
@@ -173,6 +177,11 @@ class IpcLink(SharedMemoryLink):
         super().close()
         self._ready.clear()
         self._buffers.segments.close()
+
+    def _is_peer_ending(self) -> bool:
+        """Return whether the driver may have freed the memory that is copied from."""
+        process = self.monitor.local_process
+        return process is not None and process.is_ending
 
     def _announce(self) -> None:
         """Send the frames of the payloads that are filled."""

@@ -20,6 +20,7 @@ from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.observer import BatchTraces
 from actors.batching.scheduler import Scheduler
+from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
@@ -203,7 +204,10 @@ class ServedModel(NamedTuple):
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Set up threads and memory, before the first product and before computing threads start."""
+    """Set up threads, memory and CUDA, before the first product and computing threads."""
+    if torch.device(spec.device).type == "cuda":
+        for name, value in DEVICE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     torch.set_num_threads(spec.config.groups.torch_threads)
     set_spin(spin_seconds(spec, usable_cores()))
     bound_memory()

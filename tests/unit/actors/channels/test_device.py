@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import queue
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,10 +18,11 @@ from actors.channels import cuda, ipc, nccl
 from actors.channels.base import Packet, PeerJoined, PeerLost
 from actors.channels.endpoint import Endpoint
 from actors.channels.ipc import IpcEndpoint
+from actors.channels.local_process import LocalProcess
 from actors.channels.nccl import NcclEndpoint, open_lanes
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerHungError
+from contracts.errors import ChannelError, PeerDeadError, PeerHungError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     TOKEN,
@@ -92,6 +94,30 @@ def test_ipc_packets_cross_in_memory_of_one_gpu_or_by_copies(
         assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
         packet.release()
     assert left.bytes_moved() == (right.bytes_moved()[1], 0)
+
+
+def test_copy_from_a_process_that_is_ending_is_no_packet(
+    ipc_pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = itertools.count()
+    monkeypatch.setattr(ipc, "device_identity", lambda device: str(next(gpus)))
+    left, right = ipc_pair
+    send(left, "right", payload(0), header())
+    first_packet(right).release()
+    monkeypatch.setattr(LocalProcess, "is_ending", True)
+    send(left, "right", payload(1), header(1))
+    assert isinstance(wait_for(right, PeerLost)[0].error, PeerDeadError)
+
+
+def test_process_is_ending_from_its_exit_until_it_is_reaped() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = LocalProcess(child.pid)
+    assert not process.is_ending
+    child.kill()
+    wait_until(lambda: process.is_ending, "no exit", 10.0, 0.001)
+    child.wait()
+    assert process.is_ending
+    process.close()
 
 
 def test_ipc_memory_is_not_reused_before_the_readers_event(
@@ -248,5 +274,5 @@ def test_missing_cupy_error_names_the_package_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib, "import_module", without)
     for require in (cuda.require_nccl, lambda: cuda.require_cupy("ipc")):
-        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda\]'"):
+        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda1[23]\]'"):
             require()
