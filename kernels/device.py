@@ -101,7 +101,7 @@ class DeviceTimes(HostTimes):
 
 def _device_time(mark: TimeMark) -> float:
     event, since_s = mark.anchor
-    return since_s + 1e-3 * event.elapsed_time(mark.event)  # type: ignore[no-untyped-call]
+    return float(since_s + 1e-3 * event.elapsed_time(mark.event))  # type: ignore[no-untyped-call]
 
 
 def work_times(device: torch.device) -> HostTimes:

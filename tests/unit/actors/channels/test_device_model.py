@@ -167,11 +167,11 @@ def test_spans_are_times_of_the_device_not_of_its_queue() -> None:
     queued_us: list[float] = []
 
     def launch(host: Host) -> None:
-        times, now_s = DeviceTimes(host.current.device), lambda: 1e-6 * model().now_us
-        start = times.mark(now_s())
+        times = DeviceTimes(host.current.device)
+        start = times.mark(1e-6 * model().now_us)
         for duration_us in (3000.0, 2000.0):
             host.launch("attention", duration_us)
-            end = times.mark(now_s())
+            end = times.mark(1e-6 * model().now_us)
             times.measure(start, end, lambda begin, finish: spans.append((begin, finish)))
             start = end
         queued_us.append(model().now_us)
