@@ -131,7 +131,7 @@ CASES = [
     Case(
         name="device_model",
         title="GPU channels on a model of CUDA",
-        question="Does a model of CUDA find bugs planted in the GPU channels, and none in them?",
+        question="Bugs that a model of CUDA finds in the GPU channels, of those planted and others.",
         measure=measure,
         tables=tables,
         add_options=add_options,

@@ -169,7 +169,7 @@ class _Rank:
 def attend(world: World, host: Host) -> None:
     """Program of an attention rank: its micro-batches through all layers."""
     work, me = world.work, _Rank(world, host, world.experts)
-    mine = world.attention.index(host.name)
+    own = world.attention.index(host.name)
     ready = [_Task(0, j) for j in range(work.micro_batches)]
     replies: defaultdict[_Task, list[Packet]] = defaultdict(list)
     left = work.layers * work.micro_batches
@@ -189,11 +189,11 @@ def attend(world: World, host: Host) -> None:
             continue
         ready.sort()
         task = ready.pop(0)
-        _attention(me, mine, task, replies.pop(_Task(task.layer - 1, task.micro_batch), []))
+        _attention(me, own, task, replies.pop(_Task(task.layer - 1, task.micro_batch), []))
     me.finish()
 
 
-def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> None:
+def _attention(me: _Rank, own: int, task: _Task, previous: list[Packet]) -> None:
     host, work = me.host, me.work
     for number, group in enumerate(range(work.groups)):
         outgoing = []
@@ -205,7 +205,7 @@ def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> Non
             outgoing.append((link, link.reserve(me.parts())))
         reads = [range_of(t) for packet in previous for t in packet.tensors]
         checks = [_reads(packet, me.world.experts.index(packet.peer)) for packet in previous]
-        fills = [_fills(reserved.tensors, _mark(header, mine)) for _, reserved in outgoing]
+        fills = [_fills(reserved.tensors, _mark(header, own)) for _, reserved in outgoing]
         host.launch(
             "attention",
             work.attention_us if number == 0 else 1.0,
@@ -227,7 +227,7 @@ def _attention(me: _Rank, mine: int, task: _Task, previous: list[Packet]) -> Non
 def serve(world: World, host: Host) -> None:
     """Program of an expert rank: one answer to each packet."""
     work, me = world.work, _Rank(world, host, world.attention)
-    mine = world.experts.index(host.name)
+    own = world.experts.index(host.name)
     left = work.layers * work.micro_batches * work.groups * work.attention_ranks
     while left:
         for packet in me.packets():
@@ -239,7 +239,7 @@ def serve(world: World, host: Host) -> None:
                 packet.header.token_group, packet.header.priority,
             )  # fmt: skip
             check = _reads(packet, world.attention.index(packet.peer))
-            fill = _fills(reserved.tensors, _mark(header, mine))
+            fill = _fills(reserved.tensors, _mark(header, own))
             host.launch(
                 "expert",
                 work.expert_us,

@@ -28,6 +28,7 @@ import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,7 +41,6 @@ from tests.support.waiting import wait_until
 
 Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
 Range = tuple[int, int]  # address and bytes
-CONNECTIONS = 32  # hardware queues
 
 
 class ModelError(AssertionError):
@@ -60,29 +60,24 @@ def merge(into: Order, other: Order) -> None:
             into[key] = number
 
 
+@dataclass(eq=False)
 class Operation:
-    """Work in a stream. need: SMs. partner: of NCCL, set once both are resident."""
+    """Work in a stream. need: SMs. after: of a wait. order: at its queueing; then at its end."""
 
-    def __init__(
-        self,
-        name: str,
-        duration_us: float = 0.0,
-        need: int = 0,
-        *,
-        engine: bool = False,
-        reads: Sequence[Range] = (),
-        writes: Sequence[Range] = (),
-        ends: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.name, self.duration_us, self.need, self.engine = name, duration_us, need, engine
-        self.reads, self.writes, self.ends = reads, writes, ends
-        self.after: Operation | None = None  # of a wait
-        self.communicator: Communicator | None = None
-        self.calls: list[tuple[str, Range]] = []
-        self.order: Order = {}  # at its queueing; then at its end
-        self.done = False
-        self.start_us = 0.0
-        self.stream: Stream
+    name: str
+    duration_us: float = 0.0
+    need: int = 0
+    engine: bool = False
+    reads: Sequence[Range] = ()
+    writes: Sequence[Range] = ()
+    ends: Callable[[], None] = lambda: None
+    after: Operation | None = None
+    communicator: Communicator | None = None
+    calls: Sequence[tuple[str, Range]] = ()
+    order: Order = field(default_factory=dict)
+    done: bool = False
+    start_us: float = 0.0
+    stream: Stream = field(init=False)
 
 
 class Device:
@@ -124,7 +119,6 @@ class Device:
         self.free["sms"] -= op.need
         self.free["engines"] -= op.engine
         stream.running, op.start_us = op, model.now_us
-        model.changes += 1
         for written, ranges in ((False, op.reads), (True, op.writes)):
             for each in ranges:
                 model.memory.access(each, written, stream.order, stream, op.name)
@@ -147,7 +141,6 @@ class Device:
         if op.duration_us and op.communicator is None and not op.engine:
             self.busy.append((op.name, op.start_us, self.model.now_us))
         op.ends()
-        self.model.changes += 1
 
 
 class Stream:
@@ -178,9 +171,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         if event.op is not None:
-            wait = Operation("wait")
-            wait.after = event.op
-            self.add(wait)
+            self.add(Operation("wait", after=event.op))
 
     def wait_stream(self, stream: Stream) -> None:
         event = Event()
@@ -301,13 +292,10 @@ class Communicator:
             self.launch(Stream.by_handle[stream], calls)
 
     def launch(self, stream: Stream, calls: list[tuple[str, Range]]) -> None:
-        op = Operation(
-            "nccl",
-            need=model().transfer_sms,
-            reads=[place for direction, place in calls if direction == "send"],
-            writes=[place for direction, place in calls if direction == "recv"],
-        )
-        op.communicator, op.calls = self, calls
+        reads = [place for direction, place in calls if direction == "send"]
+        writes = [place for direction, place in calls if direction == "recv"]
+        op = Operation("nccl", need=model().transfer_sms, reads=reads, writes=writes, calls=calls)
+        op.communicator = self
         stream.add(op)
 
     def start(self, op: Operation) -> None:
@@ -426,14 +414,8 @@ class Runtime:
             model().received.append((host.name, now - duration_us, now))
 
         host = model().host
-        copy = Operation(
-            "copy",
-            duration_us,
-            engine=True,
-            reads=[(source, size)],
-            writes=[(target, size)],
-            ends=ends,
-        )
+        places = {"reads": [(source, size)], "writes": [(target, size)]}
+        copy = Operation("copy", duration_us, engine=True, ends=ends, **places)  # type: ignore[arg-type]
         Stream.by_handle[stream].add(copy)
 
 
@@ -453,7 +435,6 @@ class SharedFlags(bytearray):
     def __setitem__(self, slot: Any, value: Any) -> None:
         super().__setitem__(slot, value)
         merge(self.order, model().host.tick())
-        model().changes += 1
 
     def find(self, *arguments: Any) -> int:
         merge(model().host.order, self.order)
@@ -497,7 +478,6 @@ class Socket:
             self.peer._bytes += data
             self.peer._fds += fds
             merge(self.peer._order, order)
-            now.changes += 1
 
         now.at(self._last_us - now.now_us, arrives)
         return len(data)
@@ -600,31 +580,18 @@ class Host:
 
 
 class CudaModel:
-    def __init__(
-        self,
-        seed: int,
-        *,
-        sms: int = 132,
-        compute_sms: int = 100,
-        transfer_sms: int = 4,
-        engines: int = 2,
-        connections: int = CONNECTIONS,
-        lazy_loading: bool = False,
-        one_gpu: bool = False,
-        spin_limit_us: float = float("inf"),
-        message_us: tuple[float, float] = (5.0, 60.0),
-        host_us: tuple[float, float] = (1.0, 20.0),
-        latency_us: float = 5.0,
-        bytes_per_us: float = 100.0,
-    ) -> None:
+    """A machine and its run. Keyword arguments replace the attributes below."""
+
+    sms, compute_sms, transfer_sms, engines, connections = 132, 100, 4, 2, 32
+    lazy_loading = one_gpu = False
+    spin_limit_us = float("inf")
+    message_us, host_us = (5.0, 60.0), (1.0, 20.0)
+    latency_us, bytes_per_us = 5.0, 100.0
+
+    def __init__(self, seed: int, **machine: Any) -> None:
+        vars(self).update(machine)
         self.dice = random.Random(seed)
-        self.sms, self.compute_sms, self.transfer_sms = sms, compute_sms, transfer_sms
-        self.engines, self.connections, self.lazy_loading = engines, connections, lazy_loading
-        self.one_gpu = one_gpu
-        self.spin_limit_us, self.message_us, self.host_us = spin_limit_us, message_us, host_us
-        self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
         self.now_us = self.spun_us = 0.0
-        self.changes = 0
         self.hosts: dict[str, Host] = {}
         self.host: Host
         self.memory = Memory()
@@ -639,7 +606,7 @@ class CudaModel:
         self._numbers = itertools.count()
 
     def transfer_us(self, bytes_: int) -> float:
-        return self._latency_us + bytes_ / self._bytes_per_us
+        return self.latency_us + bytes_ / self.bytes_per_us
 
     def at(self, delay_us: float, action: Callable[[], None]) -> None:
         entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), action)

@@ -105,9 +105,9 @@ def test_two_sends_meet_as_a_mismatch_and_a_wait_beside_a_spinning_kernel_as_a_d
     def send_and_wait(host: Host) -> None:
         rank = int(host.name[-1])
         out, back = [Communicator(2, number, rank) for number in range(2)]
-        mine, other = (out, back) if rank == 0 else (back, out)
+        own, other = (out, back) if rank == 0 else (back, out)
         block = model().memory.block(64, Stream())
-        mine.send(block.data_ptr(), 64, 1, 1 - rank, Stream().cuda_stream)
+        own.send(block.data_ptr(), 64, 1, 1 - rank, Stream().cuda_stream)
         host.synchronize()
         target = model().memory.block(64, Stream())
         other.recv(target.data_ptr(), 64, 1, 1 - rank, Stream().cuda_stream)
