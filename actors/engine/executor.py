@@ -162,6 +162,7 @@ class Executor:
 
         Raises ChannelError for errors that end the batches in flight but not the backend.
         """
+        self._work.settle()
         ready = self._ready()
         try:
             if self._backend.poll(0.0 if ready else timeout_s, idle=not self._runs):
