@@ -131,7 +131,7 @@ CASES = [
     Case(
         name="device_model",
         title="GPU channels on a model of CUDA",
-        question="Bugs that a model of CUDA finds in the GPU channels, of those planted and others.",
+        question="Bugs in the GPU channels that a model of CUDA finds, planted ones and others.",
         measure=measure,
         tables=tables,
         add_options=add_options,

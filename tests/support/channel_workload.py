@@ -65,7 +65,7 @@ def priority_of(work: Workload, micro_batch: int) -> Priority:
 
 
 def _mark(header: Header, source: int) -> int:
-    numbers = (header.layer, header.micro_batch, header.token_group, header.kind, source)
+    numbers = (header.layer, header.micro_batch, header.token_group, int(header.kind), source)
     return 1 + hash(numbers) % 250
 
 
