@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -212,6 +213,7 @@ class TransferStreams:
             ]
             for each in Priority
         )
+        self._turns = itertools.count()
         self.short = [False] * len(Priority)  # by class: a transfer waits for a stream
 
     def acquire(self, priority: Priority) -> torch.cuda.Stream | None:
@@ -223,9 +225,9 @@ class TransferStreams:
         return bool(self._free[priority])
 
     def share(self, priority: Priority) -> torch.cuda.Stream:
-        """Return a stream for copies, which wait for no other process: the streams in turn."""
-        self._free[priority].insert(0, self._free[priority].pop())
-        return self._free[priority][0]
+        """Return a stream for copies, which wait for no other process: in turn. Thread-safe."""
+        free = self._free[priority]
+        return free[next(self._turns) % len(free)]
 
     def release(self, priority: Priority, stream: torch.cuda.Stream) -> None:
         self._free[priority].append(stream)

@@ -14,7 +14,6 @@ from actors.channels import cuda, ipc, nccl
 from tests.support.channel_workload import PIPELINES, Overlap, Workload, World, overlap
 from tests.support.cuda_model import ModelError
 
-ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("device_bugs.json")
 REQUIRED_OVERLAP = 0.95  # of the plan's
 _PATCHED = ("device_identity", "require_cupy", "create_memfd", "check_memfd", "mmap", "empty_bytes")
@@ -70,6 +69,7 @@ def planted(bug: DeviceBug, backend: ModuleType) -> ModuleType:
         path = Path(str(module.__file__))
         text = path.read_text(encoding="utf-8")
         if bug.file.endswith(f"/{path.name}"):
+            assert text.count(bug.old) == 1, bug.name
             text = text.replace(bug.old, bug.new)
         if is_shared:
             text = text.replace("from actors.channels.cuda import", "from planted.cuda import")
