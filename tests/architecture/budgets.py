@@ -63,7 +63,7 @@ def budgets() -> list[Budget]:
         # Benchmarks: 12,350 without engines and stored_experts
         Budget("product: lines", _lines(PRODUCT), 75_200),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 50_560),
+        Budget("tests: lines", _lines(("tests",)), 51_360),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_680),
         Budget("docs and README: words", _words(), 43_100),
         Budget("class names with two definitions", len(repeated_classes()), 0),
