@@ -18,6 +18,7 @@ CASES = {
     "http_overhead": "http_overhead",
     "time_to_ready": "time_to_ready",
     "channels": "channels",
+    "device_model": "device_model",
     "planned_overlap": "planned_overlap",
     "solve_time": "solve_time",
     "router_decision": "router_decision",

@@ -1,9 +1,9 @@
-"""Choice between the host's and the device's code, and synchronisation with a GPU."""
+"""Choice between the host's and the device's code, synchronisation and times of a GPU."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.T
     parts = torch.split(joined, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
+_ANCHOR_PERIOD_S = 1.0  # between two comparisons of the device's clock with the host's
+
+UseTimes = Callable[[float, float], None]
+"""(start_s, end_s) of work, on the host's clock."""
+
 
 def wait_for_device(device: torch.device) -> None:
     """Wait for the calling thread's work on `device`, not for copies on other streams."""
@@ -56,3 +61,74 @@ class LaunchLimiter:
         self._steps.append(event)
         if len(self._steps) > self._ahead:
             self._steps.popleft().synchronize()  # type: ignore[no-untyped-call]
+
+
+class HostTimes:
+    """Times of a thread whose work ends where its calls return."""
+
+    def mark(self, now_s: float) -> float:
+        """Return a point in the thread's work, at host time now_s."""
+        return now_s
+
+    def measure(self, start_s: float, end_s: float, use: UseTimes) -> None:
+        """Call `use` with the times at which the work reached two marks."""
+        use(start_s, end_s)
+
+    def settle(self) -> None:
+        """Call those whose marks have been reached."""
+
+
+class TimeMark(float):
+    """A host time, and the event that was recorded then on the device."""
+
+    event: torch.cuda.Event
+    anchor: tuple[torch.cuda.Event, float]
+
+
+class DeviceTimes(HostTimes):
+    """Times on the device. They are known later: `use` is called by a later call, in order.
+
+    A host returns from a launch long before the device has run it. Marks are events on the current
+    stream; their times are those since an event on an idle stream, whose host time is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        self._waiting: deque[tuple[TimeMark, TimeMark, UseTimes]] = deque()
+
+    def mark(self, now_s: float) -> float:
+        if self._anchor is None or now_s - self._anchor[1] > _ANCHOR_PERIOD_S:
+            self._anchor = self._record(self._idle), now_s
+        mark = TimeMark(now_s)
+        mark.event = self._record(torch.cuda.current_stream(self._device))
+        mark.anchor = self._anchor
+        self.settle()
+        return mark
+
+    def measure(self, start_s: float, end_s: float, use: UseTimes) -> None:
+        if isinstance(start_s, TimeMark) and isinstance(end_s, TimeMark):
+            self._waiting.append((start_s, end_s, use))
+        else:  # a time that no work on the device ends at
+            use(start_s, end_s)
+        self.settle()
+
+    def settle(self) -> None:
+        while self._waiting and self._waiting[0][1].event.query():  # type: ignore[no-untyped-call]
+            start, end, use = self._waiting.popleft()
+            use(_device_time(start), _device_time(end))
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def _device_time(mark: TimeMark) -> float:
+    event, since_s = mark.anchor
+    return float(since_s + 1e-3 * event.elapsed_time(mark.event))  # type: ignore[no-untyped-call]
+
+
+def work_times(device: torch.device) -> HostTimes:
+    return DeviceTimes(device) if device.type == "cuda" else HostTimes()

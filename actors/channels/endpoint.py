@@ -282,7 +282,7 @@ class Endpoint(abc.ABC):
                     self._resume(link)
                 if mask & ~select.EPOLLOUT:
                     self._receive(link, channel_events)
-        for link in self._incoming_links():
+        for link in self._polled_links():
             self._receive(link, channel_events)
         while self._inbox:
             self._handle(self._inbox.popleft(), channel_events)
@@ -309,17 +309,17 @@ class Endpoint(abc.ABC):
             return events
         now_s = self.clock()
         deadline_s = now_s + timeout_s
-        incoming = self._incoming_links()
-        while now_s < (deadline_s if incoming else min(self._spin_until_s, deadline_s)):
+        polled = self._polled_links()
+        while now_s < (deadline_s if polled else min(self._spin_until_s, deadline_s)):
             os.sched_yield()
             events = self._epoll.poll(0)
-            if events or self._inbox or any(link.has_arrived for link in incoming):
+            if events or self._inbox or any(link.has_progress for link in polled):
                 return events
             now_s = self.clock()
         return self._epoll.poll(max(0.0, deadline_s - now_s))
 
-    def _incoming_links(self) -> Sequence[Link]:
-        """Return the links with a transfer under way that epoll cannot report."""
+    def _polled_links(self) -> Sequence[Link]:
+        """Return the links with transfers under way that epoll cannot report."""
         return ()
 
     def _maintain(self, now_s: float, channel_events: list[ChannelEvent]) -> None:

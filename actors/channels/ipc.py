@@ -1,13 +1,15 @@
-"""Two processes on one GPU: the receiver opens the sender's device memory segments.
+"""Processes on the GPUs of one node: the receiver opens the sender's device memory segments.
 
 Allocation, growth, slots and frames are those of shared memory (`shm`, `segments`). The payload
-lies on the device, and two moments are the stream's instead of the host's:
+lies on the sender's device. A receiver on the same GPU reads it there. One on another GPU copies it
+to its own memory by a copy engine: no processor of either GPU takes part, and no kernel waits for
+the other process.
 
-- *ready*: `commit` records an interprocess event per slot on the sender's current stream; the
-  receiver's current stream waits for it. (Synchronizing before the header would hold the host for
-  as long as the expert GEMM that fills the payload runs.)
-- *released*: `release` records an event on the caller's current stream; the slot's flag is set
-  once that event is reached, so the sender never overwrites what a kernel still reads.
+- *ready*: the frame leaves when the work that fills the payload has completed (`ReadyQueue`);
+- *copied*: a packet is delivered only if its sender was not ending when the copy was complete, as
+  the driver may free the memory of a killed process;
+- *released*: the slot's flag is set once the kernels that read the payload, or its copy, have
+  completed, so the sender never overwrites what is still read.
 """
 
 from __future__ import annotations
@@ -19,14 +21,31 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
-from actors.channels.base import TensorSpec
-from actors.channels.cuda import require_cupy
-from actors.channels.endpoint import Endpoint
-from actors.channels.link import Link, LinkSockets, Views, encode
+from actors.channels.base import Header, Packet, TensorSpec, connection_closed
+from actors.channels.cuda import (
+    DeviceBuffers,
+    DeviceEndpoint,
+    ReadyQueue,
+    TransferStreams,
+    device_identity,
+    has_passed,
+    recorded,
+    require_cupy,
+)
+from actors.channels.link import (
+    Link,
+    LinkSockets,
+    PayloadLayout,
+    Reservation,
+    Views,
+    encode,
+    lay_out,
+)
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
     FLAG_BYTES,
@@ -36,16 +55,18 @@ from actors.channels.segments import (
     create_memfd,
     releaser,
 )
-from actors.channels.shm import Announce, SharedMemoryLink
+from actors.channels.shm import Announce, Payload, SharedMemoryLink
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError
+from contracts.requests import Priority
 
 
 class _Raw:
     """Device bytes in the form that torch.as_tensor accepts. torch keeps this object alive."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.pointer = pointer
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -62,6 +83,7 @@ class DeviceMemory:
         """Wrap memory under its `torch.cuda.device`. Raises ChannelError."""
         raw = _Raw(pointer, num_bytes)
         weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
+        self.num_bytes = num_bytes
         self.flags = mmap.mmap(fd, FLAG_BYTES)
         memory = torch.as_tensor(raw, device="cuda")
         if memory.data_ptr() != pointer:
@@ -72,23 +94,138 @@ class DeviceMemory:
         """Do nothing: the finalizer frees the memory."""
 
 
+class PeerDeviceMemory:
+    """Memory of another GPU of this node, which torch may not know."""
+
+    def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
+        self.pointer, self.num_bytes = pointer, num_bytes
+        self.views = Views(torch.empty(0, dtype=torch.uint8))  # none: only copies read it
+        self.flags = mmap.mmap(fd, FLAG_BYTES)
+        weakref.finalize(self, free, pointer).atexit = False
+
+    def close(self) -> None:
+        """Do nothing: the finalizer closes the handle once no copy uses it."""
+
+
+class _Copy(NamedTuple):
+    """A packet that is complete at `done` (None: already). memory: kept open until then."""
+
+    packet: Packet
+    done: torch.cuda.Event | None = None
+    memory: PeerDeviceMemory | None = None
+    set_flag: Callable[[], None] = lambda: None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done is None or has_passed(self.done)
+
+
 class IpcLink(SharedMemoryLink):
     def __init__(
-        self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
+        self,
+        link_sockets: LinkSockets,
+        config: ChannelConfig,
+        clock: Clock,
+        device: torch.device,
+        streams: TransferStreams,
     ) -> None:
         super().__init__(link_sockets, config, clock, device)
         self._runtime: Any = require_cupy("ipc").cuda.runtime
-        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}  # ours, by segment and slot
-        self._peer_ready: dict[tuple[int, int], torch.cuda.Event] = {}
-        self._releasing: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+        self._ready: ReadyQueue[tuple[Reservation, Header]] = ReadyQueue(device)
+        self._buffers = DeviceBuffers(config.segment_bytes, device, streams.memory)  # of copies
+        self._copying = tuple(streams.share(priority) for priority in Priority)
+        self._copies: tuple[deque[_Copy], ...] = tuple(deque() for _ in Priority)
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> Any:
-        self._set_flags()
+    @property
+    def needs_polling(self) -> bool:
+        return not self._ready.is_empty or any(self._copies)
+
+    @property
+    def has_progress(self) -> bool:
+        return self._ready.has_ready or any(copies and copies[0].is_done for copies in self._copies)
+
+    def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
+        self._buffers.releases.settle()
         return super().reserve(parts)
 
+    def commit(self, reservation: Reservation, header: Header) -> None:
+        self._ready.add(header.priority, (reservation, header))
+        reservation.tensors = ()
+        self._announce()
+
+    def receive(self) -> list[Packet]:
+        """Return the packets that have arrived completely, in order within each class."""
+        self._buffers.releases.settle()
+        packets = super().receive()
+        self._announce()
+        for copies in self._copies:
+            while copies and copies[0].is_done:
+                if self._is_peer_ending():
+                    raise connection_closed(self.peer)
+                copied = copies.popleft()
+                copied.set_flag()
+                copied.packet.arrived_s = self._clock()
+                packets.append(copied.packet)
+        return packets
+
     def maintain(self, now_s: float) -> None:
-        """Set flags. Segments stay: freeing device memory that the peer has open is undefined."""
-        self._set_flags()
+        """Free idle copies. Segments stay: freeing memory that the peer has open is undefined."""
+        self._buffers.releases.settle()
+        self._buffers.segments.idle(now_s)
+
+    def close(self) -> None:
+        super().close()
+        self._ready.clear()
+        self._buffers.segments.close()
+
+    def _is_peer_ending(self) -> bool:
+        """Return whether the driver may have freed the memory that is copied from."""
+        process = self.monitor.local_process
+        return process is not None and process.is_ending
+
+    def _announce(self) -> None:
+        """Send the frames of the payloads that are filled."""
+        for priority in Priority:
+            for reservation, header in self._ready.take(priority):
+                super().commit(reservation, msgspec.structs.replace(header, sent_s=self._clock()))
+
+    def _take(self, message: Payload) -> Packet | None:
+        copies, place = self._copies[message.header.priority], message.place
+        layout = lay_out(message.parts)
+        memory = None if place is None else self._peer_segments.memory(place, layout.num_bytes)
+        if place is not None and isinstance(memory, PeerDeviceMemory):
+            copies.append(self._copy(message, memory, place, layout))
+        elif copies:
+            copies.append(_Copy(self._packet(message)))  # behind the copies of its class
+        else:
+            return self._packet(message)
+        return None
+
+    def _copy(
+        self,
+        message: Payload,
+        memory: PeerDeviceMemory,
+        place: PayloadLocation,
+        layout: PayloadLayout,
+    ) -> _Copy:
+        header, stream = message.header, self._copying[message.header.priority]
+        buffer = self._buffers.allocate(message.parts, layout)
+        if buffer is None:
+            raise PeerError(f"{self.peer} sent a place of no bytes", self.peer)
+        self._runtime.memcpyAsync(
+            buffer.span.data_ptr(),
+            memory.pointer + place.offset_bytes,
+            layout.num_bytes,
+            self._runtime.memcpyDefault,
+            stream.cuda_stream,
+        )
+        self.received_bytes += layout.num_bytes
+        release = partial(self._buffers.release, buffer)
+        packet = Packet(self.peer, header, buffer.tensors, self._clock(), release)
+        return _Copy(packet, recorded(stream), memory, releaser(memory, place.slot))
+
+    def _releaser(self, memory: SegmentMemory, slot: int) -> Callable[[], None]:
+        return partial(self._buffers.releases.add, releaser(memory, slot))
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         fd = create_memfd(0)
@@ -97,7 +234,8 @@ class IpcLink(SharedMemoryLink):
                 pointer = self._runtime.malloc(num_bytes)
                 memory = DeviceMemory(fd, pointer, num_bytes, self._runtime.free)
                 handle = self._runtime.ipcGetMemHandle(pointer)
-            self._frames.send(encode(Announce(number, num_bytes, handle)), fd)
+            device = device_identity(self._device)
+            self._frames.send(encode(Announce(number, num_bytes, handle, device)), fd)
         except RuntimeError as error:
             raise ChannelError(f"no device memory for {num_bytes} bytes: {error}") from None
         finally:
@@ -109,57 +247,23 @@ class IpcLink(SharedMemoryLink):
         try:
             if not check_memfd(fd, 0):
                 raise PeerError(f"{self.peer} sent an invalid segment", self.peer)
+            is_ours = message.device == device_identity(self._device)
+            kind = DeviceMemory if is_ours else PeerDeviceMemory
             with torch.cuda.device(self._device):
                 pointer = self._runtime.ipcOpenMemHandle(message.handle)
-                close = self._runtime.ipcCloseMemHandle
-                return DeviceMemory(fd, pointer, message.num_bytes, close)
+                return kind(fd, pointer, message.num_bytes, self._runtime.ipcCloseMemHandle)
         except RuntimeError as error:
-            raise PeerError(f"cannot open memory of {self.peer}: {error}", self.peer) from None
+            raise PeerError(
+                f"cannot open GPU memory of {self.peer} (channel.backend=nccl needs no access "
+                f"between processes): {error}",
+                self.peer,
+            ) from None
         finally:
             os.close(fd)
 
-    def _mark_ready(self, place: PayloadLocation) -> bytes:
-        key = (place.segment, place.slot)
-        event = self._ready.get(key)
-        new = event is None
-        if event is None:
-            event = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return bytes(event.ipc_handle()) if new else b""  # type: ignore[no-untyped-call]
 
-    def _wait_ready(
-        self, place: PayloadLocation, ready: bytes, memory: SegmentMemory
-    ) -> Callable[[], None]:
-        key = (place.segment, place.slot)
-        if ready:
-            self._peer_ready[key] = torch.cuda.Event.from_ipc_handle(self._device, ready)  # type: ignore[no-untyped-call]
-        event = self._peer_ready.get(key)
-        if event is None:
-            raise PeerError(f"{self.peer} sent no event for {place}", self.peer)
-        torch.cuda.current_stream(self._device).wait_event(event)
-        return partial(self._release, releaser(memory, place.slot))
-
-    def _release(self, set_flag: Callable[[], None]) -> None:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
-        self._releasing.append((done, set_flag))
-        self._set_flags()
-
-    def _set_flags(self) -> None:
-        """Set the flags of reached events. Thread-safe: an entry is removed before its check."""
-        for _ in range(len(self._releasing)):
-            try:
-                entry = self._releasing.popleft()
-            except IndexError:  # another thread removed it
-                return
-            if entry[0].query():  # type: ignore[no-untyped-call]
-                entry[1]()
-            else:
-                self._releasing.append(entry)
-
-
-class IpcEndpoint(Endpoint):
-    """Payloads lie in memory of the GPU that both processes use."""
+class IpcEndpoint(DeviceEndpoint):
+    """Payloads lie in memory of the GPUs of one node."""
 
     backend = "ipc"
 
@@ -167,4 +271,4 @@ class IpcEndpoint(Endpoint):
         return listen_unix()
 
     def _join(self, link_sockets: LinkSockets) -> Link:
-        return IpcLink(link_sockets, self.config, self.clock, self.device)
+        return IpcLink(link_sockets, self.config, self.clock, self.device, self.streams)

@@ -89,13 +89,13 @@ class Link(abc.ABC):
         return False
 
     @property
-    def has_incoming(self) -> bool:
-        """True while packets are under way that `poll_fd` does not report."""
+    def needs_polling(self) -> bool:
+        """True while transfers are under way that `poll_fd` does not report."""
         return False
 
     @property
-    def has_arrived(self) -> bool:
-        """True if `receive` would return such a packet now."""
+    def has_progress(self) -> bool:
+        """True if `receive` would advance such a transfer now."""
         return False
 
     def start(self) -> None:  # noqa: B027 - most links have no threads

@@ -21,6 +21,7 @@ STARVED_FACTOR = 4  # times heartbeat_timeout_s, for a process that may wait for
 STOPPED_FACTOR = 1 / 3  # times heartbeat_timeout_s, for a stopped process
 _ENDED = b"ZXx"
 _HALTED = b"Tt" + _ENDED  # stopped, traced, ended
+_EXITING = 0x4  # PF_EXITING
 _STOPPED = b"T"  # by a signal; a profiler or debugger only traces
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -61,6 +62,12 @@ class LocalProcess:
         """True if it is gone or a zombie."""
         fields = self._fields()
         return not fields or fields[0] in _ENDED
+
+    @property
+    def is_ending(self) -> bool:
+        """True from the begin of its exit, before the kernel frees any of its memory."""
+        fields = self._fields()
+        return not fields or bool(int(fields[6]) & _EXITING)
 
     @property
     def start_ticks(self) -> int:

@@ -1,47 +1,70 @@
 """NCCL between GPUs, through cupy.
 
-    sender                                        receiver
-    header ── TCP ──────────────────────────────> poll: allocate the exact sizes
-    send on the lane's stream, behind the         receive on the lane's stream; the packet is
-    work that fills the tensors    ── NCCL ──>    delivered when all of it has arrived
+    sender leads                                  receiver
+    once filled: send on the lane's stream
+    header ── TCP ──────────────────────────────> memory, receive on the lane's stream
+                                ── NCCL ────────> delivered when all of it has arrived
 
-Each (pair, direction, class) is a lane: a two-rank communicator and a stream. No pair blocks
-another, and LS overtakes a BE packet under way. A receive is launched only when its send is under
-way. `abort` ends one whose peer died; it yields no packet, because the header alone would count as
-an answer to a half-sent payload.
+    sender                                        receiver leads
+    once filled: header ── TCP ─────────────────> memory, receive on the lane's stream
+    send on the lane's stream   <── TCP ── posted
+                                ── NCCL ────────> delivered when all of it has arrived
 
-Creating a communicator and its first transfer block until the peer does the same. Both happen while
-the link is joined, on both sides at once; later calls never wait for the peer. A replacement rank
-gets new communicators; those between other ranks stay.
+Each (pair, direction, class) is a lane: a two-rank communicator. No pair blocks another, and LS
+overtakes a BE packet under way. Nothing is launched before the payload is complete, so a transfer
+waits on the device for the other end's host, never for compute.
+
+Of the two ends of a link, the one with the smaller name leads: it launches first, and the other end
+only once it has. A rank's host may therefore wait for its device at any time (a module load,
+cudaFree): its own transfers that wait for a peer wait for a rank with a larger name only, so no
+cycle of waiting ranks exists. A transfer takes a stream that no other lane uses, since streams in
+one hardware queue wait for each other (`TransferStreams`).
+
+`abort` ends a transfer whose peer died; it yields no packet, because the header alone would count
+as an answer to a half-sent payload. Creating a communicator and its first transfer block until the
+peer does the same. Both happen while the link is joined, in the same order on both sides; later
+calls never wait for the peer. A replacement rank gets new communicators; those between other ranks
+stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 
 from actors.channels.base import Header, Packet, TensorSpec
-from actors.channels.cuda import require_nccl
-from actors.channels.endpoint import Endpoint
+from actors.channels.cuda import (
+    DeviceBuffer,
+    DeviceBuffers,
+    DeviceEndpoint,
+    ReadyQueue,
+    TransferStreams,
+    empty_bytes,
+    has_passed,
+    new_stream,
+    recorded,
+    require_nccl,
+)
 from actors.channels.link import (
     FrameLink,
     Link,
     LinkSockets,
-    PayloadFrame,
     Reservation,
-    decode_payload,
     empty_tensors,
     encode,
     lay_out,
 )
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
+from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.messages import FRAME_ERRORS
 from contracts.requests import Priority
@@ -56,55 +79,123 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     to_initiator: tuple[UniqueId, UniqueId]
 
 
+class _Announced(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A payload that is complete on the sender's device."""
+
+    header: Header
+    parts: tuple[TensorSpec, ...]
+
+
+class _Posted(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The receive of the oldest announced payload of the class is launched."""
+
+    priority: Priority
+
+
 # Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode_offer = msgspec.msgpack.Decoder(_Offer).decode
-_Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer's rank, stream
+_decode = msgspec.msgpack.Decoder(_Announced | _Posted).decode
 
 
-def transfer(
-    nccl: Any, stream: torch.cuda.Stream, calls: Sequence[tuple[_Call, int, torch.Tensor]]
-) -> torch.cuda.Event:
-    """Enqueue (send or recv, peer's rank, tensor) as one group behind the current stream.
+class _Transfer:
+    """A payload in a lane. buffer: None if it has no bytes. done: set at its launch."""
 
-    The tensors must live until the returned event.
-    """
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    nccl.groupStart()
-    for call, rank, tensor in calls:
-        if tensor.numel():
-            call(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, rank, stream.cuda_stream)
-    nccl.groupEnd()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+    __slots__ = ("buffer", "done", "header", "parts", "tensors")
+
+    def __init__(
+        self,
+        header: Header,
+        parts: tuple[TensorSpec, ...],
+        tensors: Sequence[torch.Tensor],
+        buffer: DeviceBuffer | None,
+    ) -> None:
+        self.header, self.parts, self.tensors, self.buffer = header, parts, tensors, buffer
+        self.done: torch.cuda.Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done is None or has_passed(self.done)
 
 
 class _Lane:
-    """One direction of one class."""
+    """One direction of one class. `waiting` transfers are launched in order."""
 
-    def __init__(self, nccl: Any, id_: UniqueId, rank: int, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, nccl: Any, id_: UniqueId, rank: int, streams: TransferStreams, priority: Priority
+    ) -> None:
         """Connect as `rank`, 0 or 1. Blocks until the peer does the same."""
         self.communicator = nccl.NcclCommunicator(2, id_, rank)
-        self.stream = stream
-        self._nccl = nccl
-        self._peer = 1 - rank
+        self.waiting: deque[_Transfer] = deque()
+        self.under_way: deque[_Transfer] = deque()
+        self._type, self._peer = nccl.NCCL_UINT8, 1 - rank
+        self._streams, self._priority = streams, priority
+        self._stream: torch.cuda.Stream | None = None
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        calls = [(self.communicator.send, self._peer, tensor) for tensor in tensors]
-        return transfer(self._nccl, self.stream, calls)
+    def launch(self, call: _Call) -> _Transfer | None:
+        """Launch the next transfer by `send` or `recv`; None if none waits or no stream is free."""
+        if not self.waiting:
+            return None
+        transfer = self.waiting[0]
+        if transfer.buffer is not None:
+            if self._stream is None:
+                self._stream = self._streams.acquire(self._priority)
+            elif not self.has_stream:
+                return None  # another lane waits for the stream
+            if self._stream is None:
+                return None
+            self.enqueue(call, transfer.buffer.span, self._stream)
+            transfer.done = recorded(self._stream)
+        self.under_way.append(self.waiting.popleft())
+        return transfer
 
-    def receive(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        calls = [(self.communicator.recv, self._peer, tensor) for tensor in tensors]
-        return transfer(self._nccl, self.stream, calls)
+    def enqueue(self, call: _Call, span: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        call(span.data_ptr(), span.nbytes, self._type, self._peer, stream.cuda_stream)
+
+    def finished(self) -> Iterator[_Transfer]:
+        """Remove and yield the transfers that are complete."""
+        while self.under_way and self.under_way[0].is_done:
+            yield self.under_way.popleft()
+        if self._stream is not None and not self.under_way:
+            self._streams.release(self._priority, self._stream)
+            self._stream = None
+
+    @property
+    def has_finished(self) -> bool:
+        return bool(self.under_way) and self.under_way[0].is_done
+
+    @property
+    def has_stream(self) -> bool:
+        """True if `launch` would find a stream for a waiting transfer."""
+        if self._stream is None:
+            return self._streams.has_free(self._priority)
+        return not (self._streams.short[self._priority] and self.under_way)
+
+    def abort(self) -> None:
+        self.communicator.abort()
+        self.waiting.clear()
+        self.under_way.clear()
+        list(self.finished())  # gives the stream back
+
+
+_Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer's rank, stream
 
 
 class Lanes:
     """Lanes of one link, by class, in both directions."""
 
-    def __init__(self, nccl: Any, offer: _Offer, *, initiator: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        nccl: Any,
+        offer: _Offer,
+        streams: TransferStreams,
+        *,
+        initiator: bool,
+        device: torch.device,
+    ) -> None:
         """Connect all lanes. Blocks until the peer does the same: see `open_lanes`."""
         rank = 0 if initiator else 1
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer connects
+        probe = empty_bytes(1, device)
+        stream = torch.cuda.current_stream(device)
         outgoing: list[_Lane] = []
         incoming: list[_Lane] = []
         for priority in Priority:  # in the same order on both sides
@@ -112,11 +203,11 @@ class Lanes:
                 (offer.from_initiator, initiator),
                 (offer.to_initiator, not initiator),
             ):
-                first = -1 if priority is Priority.LS else 0
-                stream = torch.cuda.Stream(device, priority=first)  # type: ignore[no-untyped-call]
-                lane = _Lane(nccl, ids[priority], rank, stream)
+                lane = _Lane(nccl, ids[priority], rank, streams, priority)
                 (outgoing if is_outgoing else incoming).append(lane)
-                (lane.send if is_outgoing else lane.receive)([probe]).synchronize()
+                call = lane.communicator.send if is_outgoing else lane.communicator.recv
+                lane.enqueue(call, probe, stream)  # the first transfer connects
+                recorded(stream).synchronize()  # type: ignore[no-untyped-call]
         self.outgoing, self.incoming = tuple(outgoing), tuple(incoming)
 
     def check(self) -> None:
@@ -126,7 +217,7 @@ class Lanes:
 
     def abort(self) -> None:
         for lane in (*self.outgoing, *self.incoming):
-            lane.communicator.abort()
+            lane.abort()
 
 
 def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes:
@@ -150,99 +241,145 @@ def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes
 
 
 class NcclLink(FrameLink):
-    """Link whose payloads travel over NCCL, in tensors on the device."""
+    """Link whose payloads travel over NCCL, in memory of the device."""
 
     def __init__(
-        self, link_sockets: LinkSockets, clock: Clock, lanes: Lanes, device: torch.device
+        self,
+        link_sockets: LinkSockets,
+        config: ChannelConfig,
+        clock: Clock,
+        lanes: Lanes,
+        streams: TransferStreams,
+        device: torch.device,
+        *,
+        leads: bool,
     ) -> None:
-        super().__init__(link_sockets, clock, decode_payload)
+        """leads: this end launches its half of each transfer first."""
+        super().__init__(link_sockets, clock, _decode)
         self._lanes = lanes
         self._device = device
-        self._sending: tuple[deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]], ...] = tuple(
-            deque() for _ in Priority
-        )
-        self._receiving: tuple[deque[tuple[torch.cuda.Event, Packet]], ...] = tuple(
-            deque() for _ in Priority
+        self._leads = leads
+        self._buffers = DeviceBuffers(config.segment_bytes, device, streams.memory)
+        self._ready: ReadyQueue[_Transfer] = ReadyQueue(device)
+        self._posted = [0] * len(Priority)  # receives that the peer has launched ahead of our send
+
+    @property
+    def needs_polling(self) -> bool:
+        return not self._ready.is_empty or any(
+            lane.under_way or (lane.waiting and self._may_launch(priority, lane))
+            for priority, lane in self._all_lanes()
         )
 
     @property
-    def has_incoming(self) -> bool:
-        return any(self._receiving)
-
-    @property
-    def has_arrived(self) -> bool:
-        return any(
-            under_way and under_way[0][0].query()  # type: ignore[no-untyped-call]
-            for under_way in self._receiving
+    def has_progress(self) -> bool:
+        return self._ready.has_ready or any(
+            lane.has_finished
+            or (lane.waiting and lane.has_stream and self._may_launch(priority, lane))
+            for priority, lane in self._all_lanes()
         )
 
     def receive(self) -> list[Packet]:
         """Return the packets that have arrived completely, in order within each class."""
         packets = super().receive()
-        for under_way in self._receiving:
-            while under_way and under_way[0][0].query():  # type: ignore[no-untyped-call]
-                packet = under_way.popleft()[1]
-                packet.arrived_s = self._clock()
-                packets.append(packet)
+        with self._failures():
+            for priority in Priority:
+                self._advance_outgoing(priority)
+                packets += self._advance_incoming(priority)
         return packets
 
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
-        self._release_sent()
-        parts = tuple(parts)
-        tensors = empty_tensors(parts, self._device)
-        return Reservation(self.peer, parts, lay_out(parts), tensors)
+        parts, layout = tuple(parts), lay_out(parts)
+        buffer = self._buffers.allocate(parts, layout)
+        tensors = empty_tensors(parts, self._device) if buffer is None else buffer.tensors
+        return Reservation(self.peer, parts, layout, tensors, buffer)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        self._frames.send(encode(PayloadFrame(header, reservation.parts)))
         tensors, reservation.tensors = reservation.tensors, ()
-        try:
-            sent = self._lanes.outgoing[header.priority].send(tensors)
-            self._sending[header.priority].append((sent, tensors))
-        except RuntimeError as error:
-            raise PeerError(f"{self.peer}: NCCL send failed: {error}", self.peer) from None
+        transfer = _Transfer(header, reservation.parts, tensors, reservation.memory)
+        self._ready.add(header.priority, transfer)
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        with self._failures():
+            self._advance_outgoing(header.priority)
 
     def maintain(self, now_s: float) -> None:
-        self._release_sent()
-        try:
+        self._buffers.releases.settle()
+        self._buffers.segments.idle(now_s)
+        with self._failures():
             self._lanes.check()
-        except RuntimeError as error:
-            raise PeerError(f"{self.peer}: NCCL failed: {error}", self.peer) from None
 
     def close(self) -> None:
         super().close()
         self._lanes.abort()
-        for sending in self._sending:
-            sending.clear()
-        for receiving in self._receiving:
-            receiving.clear()
+        self._ready.clear()
+        self._buffers.segments.close()
 
-    def _handle(self, message: PayloadFrame) -> None:
-        tensors = empty_tensors(message.parts, self._device)
-        lane = self._lanes.incoming[message.header.priority]
+    def _handle(self, message: _Announced | _Posted) -> None:
+        if isinstance(message, _Posted):
+            self._posted[message.priority] += 1
+            if self._posted[message.priority] > len(self._lanes.outgoing[message.priority].waiting):
+                raise PeerError(f"{self.peer} posted a receive of no payload", self.peer)
+            return
+        parts = message.parts
+        buffer = self._buffers.allocate(parts, lay_out(parts))
+        tensors = empty_tensors(parts, self._device) if buffer is None else buffer.tensors
+        transfer = _Transfer(message.header, parts, tensors, buffer)
+        self._lanes.incoming[message.header.priority].waiting.append(transfer)
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise errors of NCCL and of CUDA as PeerError."""
         try:
-            done = lane.receive(tensors)
+            yield
         except RuntimeError as error:
-            raise PeerError(f"{self.peer}: NCCL receive failed: {error}", self.peer) from None
-        for tensor in tensors:
-            tensor.record_stream(lane.stream)  # it may be freed before the transfer ends
-        self.received_bytes += sum(tensor.nbytes for tensor in tensors)
-        packet = Packet(self.peer, message.header, tensors, self._clock(), None)
-        self._receiving[message.header.priority].append((done, packet))
+            raise PeerError(f"{self.peer}: NCCL failed: {error}", self.peer) from None
 
-    def _release_sent(self) -> None:
-        for sending in self._sending:
-            while sending and sending[0][0].query():  # type: ignore[no-untyped-call]
-                sending.popleft()
+    def _all_lanes(self) -> Iterator[tuple[Priority, _Lane]]:
+        for lanes in (self._lanes.outgoing, self._lanes.incoming):
+            yield from zip(Priority, lanes, strict=True)
+
+    def _may_launch(self, priority: Priority, lane: _Lane) -> bool:
+        is_outgoing = lane is self._lanes.outgoing[priority]
+        return self._leads or not is_outgoing or self._posted[priority] > 0
+
+    def _advance_outgoing(self, priority: Priority) -> None:
+        lane = self._lanes.outgoing[priority]
+        for sent in lane.finished():
+            if sent.buffer is not None:
+                sent.buffer.free()
+        for transfer in self._ready.take(priority):
+            if self._leads or transfer.buffer is not None:
+                lane.waiting.append(transfer)
+            if not self._leads:
+                self._announce(transfer)
+        while self._may_launch(priority, lane):
+            launched = lane.launch(lane.communicator.send)
+            if launched is None:
+                return
+            if self._leads:
+                self._announce(launched)
+            else:
+                self._posted[priority] -= 1
+
+    def _announce(self, transfer: _Transfer) -> None:
+        header = msgspec.structs.replace(transfer.header, sent_s=self._clock())
+        self._frames.send(encode(_Announced(header, transfer.parts)))
+
+    def _advance_incoming(self, priority: Priority) -> Iterator[Packet]:
+        lane = self._lanes.incoming[priority]
+        while (launched := lane.launch(lane.communicator.recv)) is not None:
+            if self._leads and launched.buffer is not None:
+                self._frames.send(encode(_Posted(priority)))
+        for transfer in lane.finished():
+            self.received_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
+            buffer = transfer.buffer
+            release = None if buffer is None else partial(self._buffers.release, buffer)
+            yield Packet(self.peer, transfer.header, transfer.tensors, self._clock(), release)
 
 
-class NcclEndpoint(Endpoint):
+class NcclEndpoint(DeviceEndpoint):
     """Payloads lie in this rank's GPU memory. All calls use the owner's current stream."""
 
     backend = "nccl"
-
-    def _incoming_links(self) -> list[Link]:
-        return [link for link in self._links.values() if link.has_incoming]
 
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_tcp(host)
@@ -263,8 +400,19 @@ class NcclEndpoint(Endpoint):
             link_sockets.peer,
             self.config.connect_timeout_s,
         )
-        return NcclLink(link_sockets, self.clock, lanes, self.device)
+        return NcclLink(
+            link_sockets,
+            self.config,
+            self.clock,
+            lanes,
+            self.streams,
+            self.device,
+            leads=self.name < link_sockets.peer,
+        )
 
     def _lanes(self, nccl: Any, offer: _Offer, link_sockets: LinkSockets) -> Lanes:
-        with torch.cuda.device(self.device):  # per thread, in CUDA's runtime
-            return Lanes(nccl, offer, initiator=link_sockets.initiator, device=self.device)
+        # Device and stream are the thread's.
+        with torch.cuda.device(self.device), torch.cuda.stream(new_stream(self.device)):
+            return Lanes(
+                nccl, offer, self.streams, initiator=link_sockets.initiator, device=self.device
+            )

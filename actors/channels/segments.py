@@ -46,8 +46,11 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
 class SegmentMemory(Protocol):
     """Memory of one segment on either side. `flags` is host memory of FLAG_BYTES."""
 
+    num_bytes: int
     views: Views
-    flags: mmap.mmap
+
+    @property
+    def flags(self) -> mmap.mmap | bytearray: ...
 
     def close(self) -> None:
         """Release the memory. Tensors still held keep their bytes."""
@@ -62,6 +65,7 @@ class HostMemory:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         """Map `fd`, which the caller keeps. Populating at once avoids later page faults."""
+        self.num_bytes = num_bytes
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self.flags = mmap.mmap(fd, FLAG_BYTES + num_bytes, flags=flags)
         payload = torch.frombuffer(
@@ -217,7 +221,7 @@ class PeerSegments:
         if (
             memory is None
             or not 0 <= place.slot < FLAG_BYTES
-            or not 0 <= place.offset_bytes <= memory.views.memory.numel() - num_bytes
+            or not 0 <= place.offset_bytes <= memory.num_bytes - num_bytes
         ):
             raise PeerError(f"{self._peer} sent a packet outside its segments: {place}", self._peer)
         return memory

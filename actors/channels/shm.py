@@ -54,13 +54,13 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=0):
     segment: int
     num_bytes: int
     handle: bytes = b""  # of device memory
+    device: str = ""  # identity of its GPU
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag=1):
     header: Header
     parts: tuple[TensorSpec, ...]
     place: PayloadLocation | None  # None: the payload has no bytes
-    ready: bytes = b""  # handle of an interprocess event, when it is new
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -100,9 +100,7 @@ class SharedMemoryLink(FrameLink):
         return Reservation(self.peer, parts, layout, tensors, place)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        place: PayloadLocation | None = reservation.memory
-        ready = self._mark_ready(place) if place is not None else b""
-        self._frames.send(encode(Payload(header, reservation.parts, place, ready)))
+        self._frames.send(encode(Payload(header, reservation.parts, reservation.memory)))
         self.sent_bytes += reservation.layout.num_bytes
         reservation.tensors = ()
 
@@ -131,7 +129,7 @@ class SharedMemoryLink(FrameLink):
 
     def _handle(self, message: _Message) -> Packet | None:
         if isinstance(message, Payload):
-            return self._packet(message)
+            return self._take(message)
         if isinstance(message, Announce):
             self._peer_segments.add(message.segment, self._map(message))
         elif isinstance(message, AnnounceArea):
@@ -148,9 +146,9 @@ class SharedMemoryLink(FrameLink):
                 self.peer, message.header, empty_tensors(parts, self._device), now_s, None
             )
         memory = self._peer_segments.memory(place, layout.num_bytes)
-        release = self._wait_ready(place, message.ready, memory)
         tensors = memory.views.cut(parts, layout, place.offset_bytes)
         self.received_bytes += layout.num_bytes
+        release = self._releaser(memory, place.slot)
         return Packet(self.peer, message.header, tensors, now_s, release)
 
     def _map_area(self, message: AnnounceArea) -> None:
@@ -163,6 +161,10 @@ class SharedMemoryLink(FrameLink):
             self.opened_area = CallArea(self.peer, memory.views.memory, self._frames.take_fd())
 
     # --- replaced for device memory
+
+    def _take(self, message: Payload) -> Packet | None:
+        """Return the packet of a payload if it may be read now."""
+        return self._packet(message)
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         """Create and announce a segment for sending."""
@@ -189,12 +191,6 @@ class SharedMemoryLink(FrameLink):
         finally:
             os.close(fd)
 
-    def _mark_ready(self, place: PayloadLocation) -> bytes:
-        """Return an event handle to announce with a payload."""
-        return b""
-
-    def _wait_ready(
-        self, place: PayloadLocation, ready: bytes, memory: SegmentMemory
-    ) -> Callable[[], None]:
-        """Wait until a payload may be read; return the function that releases it."""
-        return releaser(memory, place.slot)
+    def _releaser(self, memory: SegmentMemory, slot: int) -> Callable[[], None]:
+        """Return the function that releases a payload."""
+        return releaser(memory, slot)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
+from kernels.device import work_times
 from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
@@ -105,7 +107,8 @@ class Executor:
         self._choice = choice if parts.backend.interleaves else None
         self._wanted_rows_only = last_rows_only
         self._runs: dict[int, BatchRun] = {}
-        self._spans = TaskSpans(parts.name, parts.timeline, parts.clock)
+        self._work = work_times(parts.kv.device)
+        self._spans = TaskSpans(parts.name, parts.timeline, parts.clock, self._work)
         self._times = PassTimes(parts.half.spec.num_layers)
         self._parked: Chosen | None = None  # the last task, if suspended
         self.layers = parts.half.spec.num_layers
@@ -159,6 +162,7 @@ class Executor:
 
         Raises ChannelError for errors that end the batches in flight but not the backend.
         """
+        self._work.settle()
         ready = self._ready()
         try:
             if self._backend.poll(0.0 if ready else timeout_s, idle=not self._runs):
@@ -231,11 +235,12 @@ class Executor:
     def _run(self, chosen: Chosen) -> None:
         """Run a task to its end or to the first yield after POLL_INTERVAL_S."""
         micro_batch, task = chosen
-        start_s = self._clock()
+        start_s = self._work.mark(self._clock())
         self._spans.resume(micro_batch, start_s)
         self._parked = None
+        is_first = micro_batch.steps is None
         if micro_batch.steps is None:
-            micro_batch.steps, micro_batch.ran_s = self._task(micro_batch), 0.0
+            micro_batch.steps = self._task(micro_batch)
         is_whole = self._choice is None or not (self._backend.yields or micro_batch.pending is None)
         until_s = math.inf if is_whole else start_s + POLL_INTERVAL_S
         for _ in micro_batch.steps:
@@ -246,7 +251,7 @@ class Executor:
                 break
         else:
             micro_batch.steps = None
-        end_s = self._clock()
+        end_s = self._work.mark(self._clock())
         if micro_batch.steps is not None:
             self._spans.pause(micro_batch, end_s)
             if self._parked is None:  # it waits for experts
@@ -255,8 +260,14 @@ class Executor:
             return
         is_ended = micro_batch.steps is None and 0 <= micro_batch.layer <= task.layer + 1
         ended = task.stage if is_ended else None
-        self._times.ran(micro_batch, end_s - start_s, ended)
         self._choice.ran(task, start_s, end_s)
+        charge = partial(self._choice.charge, task)
+
+        def measured(begin_s: float, finish_s: float) -> None:
+            self._times.ran(micro_batch, finish_s - begin_s, ended, is_first=is_first)
+            charge(finish_s - begin_s - (end_s - start_s))
+
+        self._work.measure(start_s, end_s, measured)
 
     def _task(self, micro_batch: MicroBatch) -> Steps[None]:
         if micro_batch.inputs is None:

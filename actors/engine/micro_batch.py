@@ -18,6 +18,7 @@ from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
+from kernels.device import HostTimes
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from planner.schedule.batch_plan import chunk_bounds, sequence_ranges
@@ -178,8 +179,12 @@ class PassTimes:
         self._layers = layers
         self._times = TaskTimes()
 
-    def ran(self, micro_batch: MicroBatch, seconds: float, ended: TaskStage | None) -> None:
+    def ran(
+        self, micro_batch: MicroBatch, seconds: float, ended: TaskStage | None, *, is_first: bool
+    ) -> None:
         """Record a slice of a task. ended: its stage, if the task is complete."""
+        if is_first:
+            micro_batch.ran_s = 0.0
         micro_batch.ran_s += seconds
         micro_batch.batch.ran_s += seconds
         self._times.add("slice", micro_batch.tokens, seconds)
@@ -220,10 +225,10 @@ class PassTimes:
 
 
 class TaskSpans:
-    """Records the spans of tasks. name: of the rank."""
+    """Records the spans of tasks. name: of the rank. times: of their work."""
 
-    def __init__(self, name: str, timeline: Timeline, clock: Clock) -> None:
-        self._name, self._timeline, self._clock = name, timeline, clock
+    def __init__(self, name: str, timeline: Timeline, clock: Clock, times: HostTimes) -> None:
+        self._name, self._timeline, self._clock, self._times = name, timeline, clock, times
         self._since_s = 0.0  # start of the next span
         self._parked: MicroBatch | None = None  # suspended at a yield
         self._parked_s = 0.0
@@ -240,7 +245,7 @@ class TaskSpans:
 
     def note(self, micro_batch: MicroBatch) -> None:
         """Record the end of what it is `doing`."""
-        self._add(micro_batch, self._clock())
+        self._add(micro_batch, self._times.mark(self._clock()))
 
     def end(self, micro_batch: MicroBatch, stage: Stage, layer: int, end_s: float) -> None:
         """Record that a stage of a layer ended at a time."""
@@ -257,6 +262,11 @@ class TaskSpans:
         stage, layer = micro_batch.doing
         number, index = micro_batch.batch.scheduled.number, micro_batch.index
         start_s, self._since_s = self._since_s, end_s
-        self._timeline.add(
-            TaskSpan(self._name, stage, start_s, end_s, number, layer, index, 0, micro_batch.tokens)
-        )
+        tokens = micro_batch.tokens
+
+        def record(start_s: float, end_s: float) -> None:
+            self._timeline.add(
+                TaskSpan(self._name, stage, start_s, end_s, number, layer, index, 0, tokens)
+            )
+
+        self._times.measure(start_s, end_s, record)

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +39,7 @@ from contracts.errors import ChannelError, PeerError
 from contracts.logs import event
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
+from kernels.device import work_times
 from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
 from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
@@ -130,6 +132,7 @@ class MergedCall:
 
 
 log = logging.getLogger("tandem.expert")
+_CPU = torch.device("cpu")
 
 
 class PlacementHandler:
@@ -162,6 +165,7 @@ class ExpertServer:
         clock: Clock,
         choice: Preemption[QueueHead] | None = None,
         generations: PlacementHandler | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         """choice: selects the queue at every yield; None: the oldest of the highest class."""
         self._endpoint = endpoint
@@ -175,6 +179,7 @@ class ExpertServer:
         self._numbers = 0
         self._lacks_experts = False  # all work waits for experts
         self._times = TaskTimes()
+        self._work = work_times(device)
         self._last: MergedCall | None = None  # the call suspended last
         self._last_s = self._since_s = 0.0
 
@@ -192,6 +197,7 @@ class ExpertServer:
                 self._forget(channel_event)
                 self._generations.remove_peer(channel_event.peer)
         self._experts.poll()
+        self._work.settle()
         for generation in self._generations.poll():
             self._discard(generation)
         head = self._next()
@@ -367,17 +373,23 @@ class ExpertServer:
         return MergedCall(waiting[:count], self._experts)
 
     def _run(self, head: QueueHead, call: MergedCall) -> None:
-        start_s = self._clock()
+        start_s = self._work.mark(self._clock())
         if call is not self._last:
             self._interrupt_last()
             self._since_s = start_s
         self._last = None
         until_s = math.inf if self._choice is None else start_s + POLL_INTERVAL_S
         call.run(until_s, self._clock)
-        end_s = self._clock()
+        end_s = self._work.mark(self._clock())
         if self._choice is not None:
             self._choice.ran(head, start_s, end_s)
-            self._times.add("slice", call.tokens, end_s - start_s)
+            charge = partial(self._choice.charge, head)
+
+            def measured(begin_s: float, finish_s: float) -> None:
+                self._times.add("slice", call.tokens, finish_s - begin_s)
+                charge(finish_s - begin_s - (end_s - start_s))
+
+            self._work.measure(start_s, end_s, measured)
         if call.y_UD is None:
             self._numbers += 1
             self._running[self._numbers] = self._last = call
@@ -396,7 +408,7 @@ class ExpertServer:
         for number, packet in enumerate(call.packets):
             first, last = call.groups.first_row[number : number + 2]
             self._answer(packet, y_UD[first:last])
-        self._add_span(Stage.SEND, done_s, self._clock(), call)
+        self._add_span(Stage.SEND, done_s, self._work.mark(self._clock()), call)
         for packet in call.packets:
             packet.release()
 
@@ -404,20 +416,25 @@ class ExpertServer:
         """Record a span; without tokens if the call was interrupted, as its time is not theirs."""
         first, tokens = call.packets[0].header, 0 if call.interrupted else call.tokens
         name, group = self._endpoint.name, first.token_group
-        self._timeline.add(
-            TaskSpan(
-                name,
-                stage,
-                start_s,
-                end_s,
-                first.batch,
-                first.layer,
-                first.micro_batch,
-                group,
-                tokens,
-                tuple((packet.peer, packet.header.batch) for packet in call.packets),
+        batches = tuple((packet.peer, packet.header.batch) for packet in call.packets)
+
+        def record(start_s: float, end_s: float) -> None:
+            self._timeline.add(
+                TaskSpan(
+                    name,
+                    stage,
+                    start_s,
+                    end_s,
+                    first.batch,
+                    first.layer,
+                    first.micro_batch,
+                    group,
+                    tokens,
+                    batches,
+                )
             )
-        )
+
+        self._work.measure(start_s, end_s, record)
 
     def _answer(self, packet: Packet, y_UD: torch.Tensor) -> None:
         answer = msgspec.structs.replace(packet.header, kind=PacketKind.E2A, sent_s=self._clock())

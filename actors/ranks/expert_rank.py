@@ -67,6 +67,7 @@ def expert_rank(spec: RankSpec) -> Rank:
         clock=monotonic_s,
         choice=choice,
         generations=held.rebalancer,
+        device=device,
     )
     ready = RankReady(
         name=spec.name,

@@ -20,6 +20,7 @@ from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.observer import BatchTraces
 from actors.batching.scheduler import Scheduler
+from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
 from actors.kv.block_manager import BlockManager
 from actors.kv.state_slots import StateSlots
@@ -263,11 +264,14 @@ class ServedModel(NamedTuple):
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Set up threads and memory, before the first product and before computing threads start.
+    """Set up threads, memory and CUDA, before the first product and computing threads.
 
     Raises ConfigError for a mode that does not run on the rank's device.
     """
     check_device(spec.config, spec.device)
+    if torch.device(spec.device).type == "cuda":
+        for name, value in DEVICE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     torch.set_num_threads(spec.config.groups.torch_threads)
     set_spin(spin_seconds(spec, usable_cores()))
     bound_memory()

@@ -150,7 +150,9 @@ def _formation(common: GroupSpec, placed: RankPlacement) -> GroupSpec:
     config, hosts = common.config, [node.host for node in placed.nodes]
     name = config.planner.hardware
     plans = any(request.group is Group.PLANNER for request in placed.requests)
+    channel = resolve_backend(config, placed.device, hosts)
+    event(log, "channel_selected", backend=channel.backend, reason=channel.reason)
     return common._replace(
-        backend=resolve_backend(config, placed.device, hosts),
+        backend=channel.backend,
         hardware=load_hardware(name) if plans and name else None,
     )

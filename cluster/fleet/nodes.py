@@ -50,13 +50,23 @@ def gpus_per_rank(config: TandemConfig) -> float:
     return 1.0 / config.groups.ranks if config.channel.backend == "ipc" else 1.0
 
 
-def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> str:
+class ChannelChoice(NamedTuple):
+    backend: str
+    reason: str
+
+
+def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> ChannelChoice:
     """Return the channel backend for the nodes of the ranks."""
     if config.channel.backend != "auto":
-        return config.channel.backend
+        return ChannelChoice(config.channel.backend, "channel.backend names it")
+    nodes = len(set(hosts))
+    if device == "cuda" and nodes == 1:
+        return ChannelChoice("ipc", "one node: copy engines move payloads, which takes no SMs")
     if device == "cuda":
-        return "nccl"
-    return "shm" if len(set(hosts)) == 1 else "tcp"
+        return ChannelChoice("nccl", f"{nodes} nodes with GPUs")
+    if nodes == 1:
+        return ChannelChoice("shm", "one node without GPUs")
+    return ChannelChoice("tcp", f"{nodes} nodes without GPUs")
 
 
 def rank_requests(

@@ -308,7 +308,7 @@ class RankGroup:
         """
         if self._is_all(lost):
             hosts = [node.host for node in found]
-            self.backend = resolve_backend(self._config, lost[0].place.placed.device, hosts)
+            self.backend = resolve_backend(self._config, lost[0].place.placed.device, hosts).backend
         return [
             msgspec.structs.replace(
                 member.spec, epoch=epoch, host=node.listen_host, backend=self.backend

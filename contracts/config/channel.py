@@ -15,8 +15,8 @@ class ChannelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Transport between ranks, and timeouts after which a peer is considered lost."""
 
     backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
-    """Transport of payloads. "auto": nccl between GPUs, shm on one node, otherwise tcp. ipc is for
-    ranks that share one GPU and must be named explicitly."""
+    """Transport of payloads. "auto": on one node ipc between GPUs (copy engines) or shm, otherwise
+    nccl or tcp. Ranks share one GPU if ipc is named explicitly."""
     heartbeat_interval_s: Seconds = 0.2
     """Seconds between two heartbeats of a rank."""
     heartbeat_timeout_s: Seconds = 1.5

@@ -135,6 +135,11 @@ class Preemption(Generic[W]):
         self._be_began_s = start_s
         self._be_ran_last = True
 
+    def charge(self, work: W, seconds: float) -> None:
+        """Record that a slice took `seconds` longer than `ran` reported, if they are positive."""
+        if work.priority != Priority.LS and seconds > 0.0:
+            self._floor.charge(seconds)
+
     def forget(self) -> None:
         """Record that work was dropped: BE earns no credit before the next choice."""
         self._be_waiting = self._holding = False

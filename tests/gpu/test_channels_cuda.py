@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actors.channels import ipc
 from actors.channels.base import PeerLost, TensorSpec
-from actors.channels.cuda import require_cupy, require_nccl
-from actors.channels.nccl import transfer
+from actors.channels.cuda import ReadyQueue, recorded, require_cupy, require_nccl
 from contracts.errors import ChannelError, PeerDeadError
+from contracts.requests import Priority
 from tests.support.channels_support import (
     first_packet,
     header,
@@ -18,6 +19,7 @@ from tests.support.channels_support import (
     wait_for,
     with_peer,
 )
+from tests.support.waiting import wait_until
 
 
 def missing(what: object) -> str:
@@ -34,39 +36,59 @@ needs_ipc = pytest.mark.skipif(bool(missing("ipc")), reason=missing("ipc"))
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("forked_processes")]
 
 
-@needs_nccl
-def test_one_gpu_sends_to_itself_in_exact_sizes() -> None:
+def send_to_itself(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
     """NCCL refuses two ranks on one GPU, so the one rank is both ends, within one group."""
     nccl = require_nccl()
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    shapes = [("bfloat16", (513, 64)), ("int32", (513, 4)), ("float32", (0, 7)), ("uint8", (1,))]
-    sent = [random_tensor(dtype, shape, n).cuda() for n, (dtype, shape) in enumerate(shapes)]
-    received = [torch.empty_like(tensor) for tensor in sent]
-    calls = [(communicator.send, 0, tensor) for tensor in sent]
-    calls += [(communicator.recv, 0, tensor) for tensor in received]
-    done = transfer(nccl, stream, calls)
-    torch.cuda.current_stream().wait_event(done)
-    for a, b in zip(sent, received, strict=True):
-        assert raw_bytes(a.cpu()) == raw_bytes(b.cpu())
+    nccl.groupStart()
+    for call, tensors in ((communicator.send, sent), (communicator.recv, received)):
+        for tensor in tensors:
+            if tensor.numel():
+                call(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, 0, stream.cuda_stream)
+    nccl.groupEnd()
+    recorded(stream).synchronize()  # type: ignore[no-untyped-call]
     communicator.abort()
 
 
 @needs_nccl
-def test_a_send_waits_for_the_work_that_fills_its_tensor() -> None:
-    nccl = require_nccl()
-    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+def test_one_gpu_sends_to_itself_in_exact_sizes() -> None:
+    shapes = [("bfloat16", (513, 64)), ("int32", (513, 4)), ("float32", (0, 7)), ("uint8", (1,))]
+    sent = [random_tensor(dtype, shape, n).cuda() for n, (dtype, shape) in enumerate(shapes)]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    torch.cuda.synchronize()
+    send_to_itself(sent, received)
+    for a, b in zip(sent, received, strict=True):
+        assert raw_bytes(a.cpu()) == raw_bytes(b.cpu())
+
+
+@needs_nccl
+def test_a_payload_is_ready_once_the_work_that_fills_it_has_completed() -> None:
     source, target = torch.zeros(1 << 22, device="cuda"), torch.zeros(1 << 22, device="cuda")
+    ready: ReadyQueue[torch.Tensor] = ReadyQueue(source.device)
     work = torch.rand(4096, 4096, device="cuda")
-    for _ in range(20):
+    for _ in range(50):
         work = (work @ work).clamp(0, 1)
     source.copy_(work.flatten()[: 1 << 22]).add_(1.0)
-    calls = [(communicator.send, 0, source), (communicator.recv, 0, target)]
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    torch.cuda.current_stream().wait_event(transfer(nccl, stream, calls))
+    ready.add(Priority.LS, source)
+    assert not list(ready.take(Priority.LS)), "the products are still running"
+    wait_until(lambda: ready.has_ready, "no event", 10.0, 0.001)
+    send_to_itself(list(ready.take(Priority.LS)), [target])
     assert torch.equal(source, target)
     assert float(target.min()) >= 1.0
-    communicator.abort()
+
+
+@needs_ipc
+def test_copies_of_a_copy_engine_echo_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path between two GPUs, on one: each process takes the other's memory for a peer GPU's."""
+    monkeypatch.setattr(ipc, "device_identity", lambda device: "another GPU")
+    with with_peer("ipc", "echo") as (main, _):
+        for number in range(20):
+            sent = [random_tensor("bfloat16", (1 + 100 * number, 512), number)]
+            send(main, "peer", sent, header(number))
+            packet = first_packet(main)
+            assert [raw_bytes(t.cpu()) for t in packet.tensors] == [raw_bytes(t) for t in sent]
+            packet.release()
 
 
 @needs_ipc

@@ -65,6 +65,7 @@ class PlainMemory:
     """A segment of this process only."""
 
     def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self.flags = mmap.mmap(-1, FLAG_BYTES)
         self.views = Views(torch.zeros(num_bytes, dtype=torch.uint8))
         self.closed = False

@@ -45,7 +45,9 @@ def _resource(folder: Path, name: str) -> list[Manifest]:
 
 
 def documents(path: Path) -> list[Manifest]:
-    return [copy.deepcopy(one) for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+    # Through JSON, so that aliases become objects of their own.
+    loaded = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    return [json.loads(json.dumps(one)) for one in loaded]
 
 
 def _below(folder: Path, name: str) -> Path:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from actors.channels.cuda import DEVICE_ENVIRONMENT
 from cluster.fleet.hardware import load_hardware
 from cluster.fleet.model_folder import check_tokenizer, resolve_model_folder
 from cluster.http.server import bind
@@ -88,17 +91,44 @@ def check_gpu(config: TandemConfig) -> Finding:
         return Finding("gpu", "warning", found, advice)
     if not torch.cuda.is_available():
         return Finding("gpu", "ok", "none: CPU ranks, shm or tcp channels")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    major = str(torch.version.cuda).partition(".")[0]
+    advice = f"in a clone: pip install -e '.[cuda{major}]'"
     try:
-        from cupy.cuda import nccl
+        from cupy.cuda import nccl, runtime
 
-        ready = bool(nccl.available)
+        version = runtime.runtimeGetVersion() // 1000
     except ImportError:
-        ready = False
-    if not ready:
-        advice = "in a clone, pip install -e '.[cuda]' for NCCL channels between GPUs"
-        return Finding("gpu", "warning", f"{', '.join(names)}; no cupy NCCL", advice)
-    return Finding("gpu", "ok", f"{', '.join(names)}; cupy NCCL {nccl.get_version()}")
+        return Finding("gpu", "warning", f"{names}; no cupy for channels between GPUs", advice)
+    if not nccl.available:
+        return Finding("gpu", "warning", f"{names}; no NCCL for channels between nodes", advice)
+    if str(version) != major:
+        found = f"{names}; torch is built for CUDA {major}, cupy for CUDA {version}"
+        return Finding("gpu", "error", found, f"use one major version: {advice}")
+    return Finding("gpu", "ok", f"{names}; CUDA {major}, cupy NCCL {nccl.get_version()}")
+
+
+def check_gpu_compiler(environment: Mapping[str, str]) -> Finding:
+    """Report what Triton's kernels need: without it, slower ones of torch take their place."""
+    if not torch.cuda.is_available():
+        return Finding("gpu kernels", "ok", "none: CPU ranks")
+    compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if importlib.util.find_spec("triton") is None or compiler is None:
+        missing = "no C compiler" if compiler is None else "no triton"
+        advice = "install gcc and the extra cuda12 or cuda13: torch's kernels are slower"
+        return Finding("gpu kernels", "error", missing, advice)
+    return Finding("gpu kernels", "ok", f"triton with {compiler}")
+
+
+def check_gpu_environment(environment: Mapping[str, str]) -> Finding:
+    """Report the settings of CUDA and NCCL that a rank on a GPU uses."""
+    used = {name: environment.get(name, value) for name, value in DEVICE_ENVIRONMENT.items()}
+    found = ", ".join(f"{name}={value}" for name, value in used.items())
+    changed = [name for name, value in used.items() if value != DEVICE_ENVIRONMENT[name]]
+    if changed:
+        advice = f"Tandem's own value is {DEVICE_ENVIRONMENT[changed[0]]}: unset {changed[0]}"
+        return Finding("gpu environment", "warning", found, advice)
+    return Finding("gpu environment", "ok", found)
 
 
 def check_descriptors() -> Finding:
@@ -151,6 +181,8 @@ def check_config(config: TandemConfig, environment: Mapping[str, str]) -> list[F
         check_memory(),
         check_shared_memory(),
         check_gpu(config),
+        check_gpu_compiler(environment),
+        check_gpu_environment(environment),
         _ray_address(config, environment),
         model,
         _tokenizer(config, spec),

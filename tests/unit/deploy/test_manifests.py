@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import shlex
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,22 +118,27 @@ def test_every_file_is_rendered_and_raycluster_equals_that_of_gpu_service() -> N
 @pytest.mark.parametrize("overlay", SERVICES)
 def test_ranks_fit_into_pods_of_their_group(overlay: str) -> None:
     found, wanted = groups(service(overlay)["spec"]["rayClusterConfig"]), config(overlay).groups
-    for group, ranks, resources in (
-        ("attention", wanted.attention_ranks, wanted.attention_resources),
-        ("expert", wanted.expert_ranks, wanted.expert_resources),
-        ("prefill", wanted.prefill_ranks, wanted.prefill_resources),
-    ):
-        spec = found[group]
+    pods = {"attention": {"attention", "expert"}, "expert": set()} if overlay == "gpu" else {}
+    offered: Counter[str] = Counter()
+    for group in ("attention", "expert", "prefill"):
+        spec, kinds = found[group], pods.get(group, {group})
         (document,) = shlex.split(spec["rayStartParams"]["resources"])
-        offered = yaml.safe_load(document)
-        assert resources == {group: 1}
-        assert set(offered) == {group}, "no other group's ranks come here"
-        assert spec["replicas"] * offered[group] == ranks
+        of_pod = yaml.safe_load(document)
+        assert set(of_pod) == kinds or not spec["replicas"], "no other group's ranks come here"
+        offered += Counter({kind: spec["replicas"] * count for kind, count in of_pod.items()})
         assert spec["minReplicas"] <= spec["replicas"] <= spec["maxReplicas"]
         limits = spec["template"]["spec"]["containers"][0]["resources"]["limits"]
-        assert wanted.cpus_per_rank * offered[group] <= amount(limits["cpu"])
-        assert wanted.torch_threads <= amount(limits["cpu"])
-        assert int(limits.get("nvidia.com/gpu", 0)) == (overlay == "gpu")
+        ranks = sum(of_pod.values())
+        assert wanted.cpus_per_rank * ranks <= amount(limits["cpu"])
+        assert wanted.torch_threads * ranks <= amount(limits["cpu"])
+        assert int(limits.get("nvidia.com/gpu", 0)) == (ranks if overlay == "gpu" else 0)
+    assert wanted.attention_resources == {"attention": 1}
+    assert (wanted.expert_resources, wanted.prefill_resources) == ({"expert": 1}, {"prefill": 1})
+    assert offered == {
+        "attention": wanted.attention_ranks,
+        "expert": wanted.expert_ranks,
+        "prefill": wanted.prefill_ranks,
+    }
     assert found["head"]["rayStartParams"]["num-cpus"] == "0"
     assert found["prefill"]["maxReplicas"] == config(overlay).prefill_slots
     assert service(overlay)["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
@@ -421,3 +428,14 @@ def test_job_resumes_and_uses_a_persistent_volume() -> None:
     selector = JOB["spec"]["clusterSelector"]["ray.io/cluster"]
     assert selector == f"{base['metadata']['name']}-SUFFIX"
     assert JOB["spec"]["backoffLimit"] == 0
+
+
+def test_gpu_extras_and_image_use_one_cuda_major() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for major in ("12", "13"):
+        extra = " ".join(project["project"]["optional-dependencies"][f"cuda{major}"])
+        assert set(re.findall(r"(?:cuda|cu)(\d\d)x?", extra)) == {major}
+        assert "triton" in extra
+    text = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
+    assert re.findall(r"\[cuda(\d\d)\]' .*/whl/cu(\d\d)", text) == [("13", "13")]
+    assert "COMPILER='gcc libc6-dev'" in text, "Triton needs a C compiler"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import mmap
+import itertools
 import queue
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,11 @@ from actors.channels import cuda, ipc, nccl
 from actors.channels.base import Packet, PeerJoined, PeerLost
 from actors.channels.endpoint import Endpoint
 from actors.channels.ipc import IpcEndpoint
-from actors.channels.link import Views
-from actors.channels.nccl import NcclEndpoint, UniqueId, open_lanes
-from actors.channels.segments import FLAG_BYTES
+from actors.channels.local_process import LocalProcess
+from actors.channels.nccl import NcclEndpoint, open_lanes
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerHungError
+from contracts.errors import ChannelError, PeerDeadError, PeerHungError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     TOKEN,
@@ -36,137 +35,14 @@ from tests.support.channels_support import (
     send,
     wait_for,
 )
+from tests.support.cuda_model import FreeModel, Nccl, Stream, installed
 from tests.support.waiting import wait_until
 
 
-class FakeStream:
-    cuda_stream = 7
-    device = torch.device("cpu")
-
-    def __init__(self, *_: object, priority: int = 0) -> None:
-        self.priority = priority
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-    def wait_stream(self, stream: object) -> None:
-        self.waited.append(stream)
-
-
-class FakeEvent:
-    made: ClassVar[list[FakeEvent]] = []
-    reached = True  # whether events are reached at once
-
-    def __init__(self, interprocess: bool = False) -> None:
-        self.number = len(self.made)
-        self.interprocess = interprocess
-        self.recorded = 0
-        self.made.append(self)
-
-    def record(self, stream: object) -> None:
-        self.recorded += 1
-
-    def query(self) -> bool:
-        return FakeEvent.reached
-
-    def synchronize(self) -> None: ...
-
-    def ipc_handle(self) -> bytes:
-        assert self.recorded, "a handle of an event that was never recorded"
-        return self.number.to_bytes(4, "little")
-
-    @classmethod
-    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> FakeEvent:
-        return cls.made[int.from_bytes(handle, "little")]
-
-
-STREAM = FakeStream()
-
-
 @pytest.fixture(autouse=True)
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    yield
-    FakeEvent.made.clear()
-    FakeEvent.reached = True
-    STREAM.waited.clear()
-
-
-class FakeRuntime:
-    """Device memory as blocks of this process."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, torch.Tensor] = {}
-
-    def malloc(self, num_bytes: int) -> int:
-        block = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.blocks[block.data_ptr()] = block
-        return block.data_ptr()
-
-    def ipcGetMemHandle(self, pointer: int) -> bytes:
-        return pointer.to_bytes(8, "little")
-
-    def ipcOpenMemHandle(self, handle: bytes) -> int:
-        return int.from_bytes(handle, "little")
-
-    def free(self, pointer: int) -> None: ...
-
-    def ipcCloseMemHandle(self, pointer: int) -> None: ...
-
-
-class FakeNcclError(RuntimeError):
-    pass
-
-
-class FakeNccl:
-    """Communicators whose sends wait in queues."""
-
-    NCCL_UINT8 = 1
-
-    def __init__(self, id_type: type) -> None:
-        self.id_type = id_type
-        self.queues: dict[UniqueId, queue.Queue[bytes]] = {}
-        self.aborted = 0
-        self.broken = False
-
-    def get_unique_id(self) -> UniqueId:
-        id_: UniqueId = self.id_type([len(self.queues) + 100] * 128)
-        self.queues[id_] = queue.Queue()
-        return id_
-
-    def groupStart(self) -> None: ...
-
-    def groupEnd(self) -> None: ...
-
-    def NcclCommunicator(self, ranks: int, id_: UniqueId, rank: int) -> FakeCommunicator:
-        assert isinstance(id_, self.id_type)
-        return FakeCommunicator(self, self.queues[id_])
-
-
-class FakeCommunicator:
-    def __init__(self, nccl: FakeNccl, bytes_: queue.Queue[bytes]) -> None:
-        self._nccl = nccl
-        self._bytes = bytes_
-
-    def send(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
-        self._bytes.put(ctypes.string_at(pointer, count))
-
-    def recv(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
-        data = self._bytes.get(timeout=10)
-        assert len(data) == count, "sizes differ on the two sides"
-        ctypes.memmove(pointer, data, count)
-
-    def check_async_error(self) -> None:
-        if self._nccl.broken:
-            raise FakeNcclError("unhandled system error")
-
-    def abort(self) -> None:
-        self._nccl.aborted += 1
+def free_model() -> Iterator[FreeModel]:
+    with installed():
+        yield FreeModel()
 
 
 def pair_of(kind: type[Endpoint]) -> AbstractContextManager[tuple[Endpoint, Endpoint]]:
@@ -185,30 +61,14 @@ def made(kind: type[Endpoint], name: str, epoch: int = 1) -> Endpoint:
 
 
 @pytest.fixture
-def ipc_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Endpoint, Endpoint]]:
-    runtime = FakeRuntime()
-
-    class HostBlock:
-        def __init__(self, fd: int, pointer: int, num_bytes: int, free: object) -> None:
-            self.flags = mmap.mmap(fd, FLAG_BYTES)
-            self.views = Views(runtime.blocks[pointer])
-
-        def close(self) -> None: ...
-
-    class FakeCupy:
-        class cuda:  # noqa: N801
-            pass
-
-    FakeCupy.cuda.runtime = runtime  # type: ignore[attr-defined]
-    monkeypatch.setattr(ipc, "require_cupy", lambda backend: FakeCupy)
-    monkeypatch.setattr(ipc, "DeviceMemory", HostBlock)
+def ipc_pair() -> Iterator[tuple[Endpoint, Endpoint]]:
     with pair_of(IpcEndpoint) as pair:
         yield pair
 
 
 @pytest.fixture(params=[bytes, tuple])
-def fake_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    fake = FakeNccl(request.param)
+def fake_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    fake = Nccl(request.param)
     monkeypatch.setattr(nccl, "require_nccl", lambda: fake)
     return fake
 
@@ -220,7 +80,12 @@ def payload(seed: int) -> list[torch.Tensor]:
     return [random_tensor(dtype, shape, seed) for dtype, shape in PAYLOAD]
 
 
-def test_ipc_packets_cross_in_shared_device_memory(ipc_pair: tuple[Endpoint, Endpoint]) -> None:
+@pytest.mark.parametrize("is_one_gpu", [True, False])
+def test_ipc_packets_cross_in_memory_of_one_gpu_or_by_copies(
+    ipc_pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch, is_one_gpu: bool
+) -> None:
+    gpus = itertools.count()
+    monkeypatch.setattr(ipc, "device_identity", lambda device: str(is_one_gpu or next(gpus)))
     left, right = ipc_pair
     for number in range(50):
         sent = payload(number)
@@ -228,26 +93,50 @@ def test_ipc_packets_cross_in_shared_device_memory(ipc_pair: tuple[Endpoint, End
         packet = first_packet(right)
         assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
         packet.release()
-    events = [event for event in FakeEvent.made if event.interprocess]
-    assert len(events) == 1  # one slot, used again
-    assert events[0].recorded == 50
-    assert STREAM.waited == events * 50
+    assert left.bytes_moved() == (right.bytes_moved()[1], 0)
+
+
+def test_copy_from_a_process_that_is_ending_is_no_packet(
+    ipc_pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = itertools.count()
+    monkeypatch.setattr(ipc, "device_identity", lambda device: str(next(gpus)))
+    left, right = ipc_pair
+    send(left, "right", payload(0), header())
+    first_packet(right).release()
+    monkeypatch.setattr(LocalProcess, "is_ending", True)
+    send(left, "right", payload(1), header(1))
+    assert isinstance(wait_for(right, PeerLost)[0].error, PeerDeadError)
+
+
+def test_process_is_ending_from_its_exit_until_it_is_reaped() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = LocalProcess(child.pid)
+    assert not process.is_ending
+    child.kill()
+    wait_until(lambda: process.is_ending, "no exit", 10.0, 0.001)
+    child.wait()
+    assert process.is_ending
+    process.close()
 
 
 def test_ipc_memory_is_not_reused_before_the_readers_event(
-    ipc_pair: tuple[Endpoint, Endpoint],
+    ipc_pair: tuple[Endpoint, Endpoint], free_model: FreeModel
 ) -> None:
     left, right = ipc_pair
-    FakeEvent.reached = False
     seen = []
     for number in range(3):
         send(left, "right", [torch.full((100,), float(number))], header(number))
         packet = first_packet(right)
         seen.append(packet.tensors[0])
+        free_model.held = True
+        free_model.host.launch("reader", 1.0)
         packet.release()
+        free_model.host.current = Stream()  # of the next payload, which does not wait for readers
+        free_model.held = False
     assert [float(t[0]) for t in seen] == [0.0, 1.0, 2.0]
     assert len({t.data_ptr() for t in seen}) == 3
-    FakeEvent.reached = True
+    free_model.end_held()
     send(right, "left", [torch.ones(1)], header())  # any call of the receiver sets the flags
     first_packet(left).release()
     send(left, "right", [torch.full((100,), 9.0)], header(9))
@@ -256,64 +145,79 @@ def test_ipc_memory_is_not_reused_before_the_readers_event(
     packet.release()
 
 
-def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
+def test_nccl_packets_cross_in_exact_sizes(fake_nccl: Nccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         for number in range(10):
             for source, target in ((left, right), (right, left)):
                 sent = payload(number)
                 send(source, target.name, sent, header(number))
-                packet = first_packet(target)
+                (packet,) = poll_both(target, source)
                 assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
                 packet.release()
         assert left.bytes_moved() == right.bytes_moved()
-    assert fake_nccl.aborted == 8
+    assert fake_nccl.aborts == 8
 
 
-def test_packet_is_delivered_when_complete_and_waits_for_no_other_class(
-    fake_nccl: FakeNccl,
+def poll_both(target: Endpoint, source: Endpoint, count: int = 1) -> list[Packet]:
+    """The next packets of `target`. The sender's loop runs too."""
+    found: list[Any] = []
+
+    def is_complete() -> bool:
+        assert not source.poll(0)
+        found.extend(target.poll(0))
+        return len(found) == count
+
+    wait_until(is_complete, "no packet", 10.0, 0.001)
+    assert all(isinstance(packet, Packet) for packet in found)
+    return found
+
+
+def test_packet_leaves_once_filled_and_waits_for_no_other_class(
+    fake_nccl: Nccl, free_model: FreeModel
 ) -> None:
     with pair_of(NcclEndpoint) as (left, right):
-        FakeEvent.reached = False
+        compute = free_model.host.current
+        free_model.held = True
+        free_model.host.launch("attention", 1.0)
         for number in range(2):
             send(left, "right", payload(number), header(number, priority=Priority.BE))
+        free_model.host.current = Stream()
         send(left, "right", payload(2), header(2))
-        link: Any = right._links["left"]
-        wait_until(
-            lambda: not right.poll(0) and sum(map(len, link._receiving)) == 3,
-            "no header",
-            10.0,
-            0.002,
-        )
-        assert not link.has_arrived
-        assert not right.poll(0.01)
-        FakeEvent.reached = True
-        ls, *be = wait_for(right, Packet, 3)
-        assert [packet.header.batch for packet in (ls, *be)] == [2, 0, 1]
-        for packet in (ls, *be):
-            sent = [raw_bytes(t) for t in payload(packet.header.batch)]
+        free_model.held = False
+        (packet,) = poll_both(right, left)
+        assert packet.header.batch == 2
+        packet.release()
+        assert not left.poll(0)
+        assert not right.poll(0.05)
+        free_model.host.current = compute
+        free_model.end_held()
+        for number, packet in enumerate(poll_both(right, left, 2)):
+            sent = [raw_bytes(t) for t in payload(number)]
             assert [raw_bytes(t) for t in packet.tensors] == sent
             packet.release()
-        assert not link.has_incoming
+        link: Any = right._links["left"]
+        assert not link.needs_polling
 
 
 def test_half_sent_payload_of_lost_peer_is_no_packet(
-    fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+    fake_nccl: Nccl, free_model: FreeModel
 ) -> None:
     """`abort` completes the transfer as if all of it had arrived."""
     with pair_of(NcclEndpoint) as (left, right):
-        FakeEvent.reached = False
+        free_model.host.current = Stream()
         send(left, "right", payload(0), header(0))
+        free_model.held = True  # the transfer
+        assert not left.poll(0)
         link: Any = right._links["left"]
-        wait_until(lambda: not right.poll(0) and link.has_incoming, "no header", 10.0, 0.002)
+        wait_until(lambda: not right.poll(0) and link.needs_polling, "no header", 10.0, 0.002)
+        assert not link.has_progress
         left.close()
-        ends = lambda communicator: setattr(FakeEvent, "reached", True)  # noqa: E731
-        monkeypatch.setattr(FakeCommunicator, "abort", ends)
+        free_model.held = False
         wait_for(right, PeerLost)
-        assert FakeEvent.reached
         assert not right.poll(0.01)
 
 
-def test_replacement_rank_creates_its_own_communicators(fake_nccl: FakeNccl) -> None:
+def test_replacement_rank_creates_its_own_communicators(fake_nccl: Nccl) -> None:
     """Communicators between the remaining ranks stay."""
     left, right = made(NcclEndpoint, "left"), made(NcclEndpoint, "right")
     other, again = made(NcclEndpoint, "other"), made(NcclEndpoint, "left", epoch=2)
@@ -325,13 +229,13 @@ def test_replacement_rank_creates_its_own_communicators(fake_nccl: FakeNccl) -> 
         wait_for(right, PeerJoined)
         other.connect("right", address)
         wait_for(right, PeerJoined)
-        first = set(fake_nccl.queues)
+        first = set(fake_nccl.ids)
         left.close()
         wait_for(right, PeerLost)
-        gone = fake_nccl.aborted
+        gone = fake_nccl.aborts
         again.connect("right", address)
         wait_for(right, PeerJoined)
-        assert len(set(fake_nccl.queues) - first) == 4
+        assert len(set(fake_nccl.ids) - first) == 4
         for number, source in enumerate((again, other)):
             sent = payload(number)
             send(source, "right", sent, header(number, epoch=2))
@@ -339,12 +243,12 @@ def test_replacement_rank_creates_its_own_communicators(fake_nccl: FakeNccl) -> 
             assert packet.peer == source.name
             assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
             packet.release()
-        assert fake_nccl.aborted == gone == 8, "of the lost one, on both sides"
+        assert fake_nccl.aborts == gone == 8, "of the lost one, on both sides"
 
 
-def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: FakeNccl) -> None:
+def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: Nccl) -> None:
     with pair_of(NcclEndpoint) as (left, _):
-        fake_nccl.broken = True
+        Nccl.broken = True
         left._maintained_s = float("-inf")  # type: ignore[attr-defined]
         (lost,) = left.poll(0)
         assert isinstance(lost, PeerLost)
@@ -354,7 +258,7 @@ def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: FakeNccl) -> None:
 
 def test_communicator_timeout_names_the_peer() -> None:
     def fail() -> Any:
-        raise FakeNcclError("no route")
+        raise RuntimeError("no route")
 
     with pytest.raises(ChannelError, match="expert-1: no NCCL communicator: no route"):
         open_lanes(fail, "expert-1", 5.0)
@@ -370,5 +274,5 @@ def test_missing_cupy_error_names_the_package_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib, "import_module", without)
     for require in (cuda.require_nccl, lambda: cuda.require_cupy("ipc")):
-        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda\]'"):
+        with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda1[23]\]'"):
             require()

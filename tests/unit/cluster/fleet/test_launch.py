@@ -44,10 +44,14 @@ def test_auto_device_is_gpu_only_with_one_for_each_rank() -> None:
 
 def test_backend_follows_placement_unless_configured() -> None:
     auto = TandemConfig()
-    assert resolve_backend(auto, "cpu", ["a", "a"]) == "shm"
-    assert resolve_backend(auto, "cpu", ["a", "b"]) == "tcp"
-    assert resolve_backend(auto, "cuda", ["a", "b"]) == "nccl"
-    assert resolve_backend(load_config(None, ["channel.backend=tcp"]), "cpu", ["a"]) == "tcp"
+    assert resolve_backend(auto, "cpu", ["a", "a"]) == ("shm", "one node without GPUs")
+    assert resolve_backend(auto, "cpu", ["a", "b"]) == ("tcp", "2 nodes without GPUs")
+    assert resolve_backend(auto, "cuda", ["a", "b", "b"]) == ("nccl", "2 nodes with GPUs")
+    backend, reason = resolve_backend(auto, "cuda", ["a", "a"])
+    assert backend == "ipc"
+    assert "copy engines" in reason
+    configured = load_config(None, ["channel.backend=tcp"])
+    assert resolve_backend(configured, "cpu", ["a"]).backend == "tcp"
 
 
 def test_each_rank_requests_its_share_and_group_resources() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cluster.fleet.model_folder import resolve_model_folder
-from cluster.tools.doctor.config_checks import check_config
+from cluster.tools.doctor.config_checks import check_config, check_gpu_environment
 from cluster.tools.doctor.findings import Finding
 from cluster.tools.doctor.rank_checks import group_weight_bytes, prefill_weight_bytes
 from contracts import machine
@@ -129,6 +132,39 @@ def test_gpu_experts_count_in_device_and_host_memory(tmp_path: Path) -> None:
         f"as a file in {tmp_path}"
     )
     assert "experts.slots=1: room for 1" in experts("experts.slots=1").found
+
+
+def test_gpu_without_compiler_or_with_two_cuda_majors_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert finding("gpu kernels").found == "no C compiler"
+    assert finding("gpu kernels", environment={"CC": "tcc"}).found != "no C compiler"
+    assert "pip install -e '.[cuda13]'" in finding("gpu").advice
+    nccl = SimpleNamespace(available=True, get_version=lambda: 22700)
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
+    cuda = SimpleNamespace(nccl=nccl, runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    mixed = finding("gpu")
+    assert mixed.level == "error"
+    assert "torch is built for CUDA 13, cupy for CUDA 12" in mixed.found
+    monkeypatch.setattr(runtime, "runtimeGetVersion", lambda: 13000)
+    assert finding("gpu") == Finding(
+        "gpu", "ok", "NVIDIA H100, NVIDIA H100; CUDA 13, cupy NCCL 22700"
+    )
+
+
+def test_gpu_environment_shows_the_settings_and_warns_of_others() -> None:
+    ours = check_gpu_environment({})
+    assert (ours.level, "CUDA_MODULE_LOADING=EAGER" in ours.found) == ("ok", True)
+    lazy = check_gpu_environment({"CUDA_MODULE_LOADING": "LAZY"})
+    assert lazy.level == "warning"
+    assert lazy.advice == "Tandem's own value is EAGER: unset CUDA_MODULE_LOADING"
 
 
 def test_ipc_channels_are_a_warning() -> None:

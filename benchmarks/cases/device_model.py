@@ -1,0 +1,140 @@
+"""The GPU channels on a model of the CUDA runtime (simulated; no GPU is used).
+
+`--runs 1000000` takes about an hour on two cores. A run is one random interleaving of the real code
+of `nccl` and `ipc`: processes, messages, kernels and transfers at random times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from actors.channels import ipc, nccl
+from benchmarks.harness import Case, Measured, Table, table_of
+from tests.support.channel_workload import PIPELINES, Workload, World, overlap
+from tests.support.cuda_model import ModelError, installed
+from tests.support.planted_device_bugs import device_bugs, found, planted
+
+BACKENDS = {"nccl": nccl, "ipc": ipc}
+BROAD_WAIT = "a receive waits for all compute"  # what the code did before
+SEEDS = range(10)  # of a planted bug
+CHUNK = 500
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    with installed():
+        symptoms = {bug.name: found(bug, SEEDS) for bug in device_bugs()}
+        shares = {
+            f"{name}: {pipeline}": overlap(backend, work)
+            for pipeline, work in PIPELINES.items()
+            for name, backend in (*BACKENDS.items(), (BROAD_WAIT, _before()))
+        }
+    failures, runs, wall_s = _interleavings(options.runs, options.first_seed)
+    kinds = Counter(bug.kind for bug in device_bugs())
+    hits = Counter(bug.kind for bug in device_bugs() if symptoms[bug.name])
+    return Measured(
+        samples={"symptoms": symptoms, "failures": failures},
+        summary={
+            "bugs": {kind: {"planted": kinds[kind], "found": hits[kind]} for kind in kinds}
+            | {"all": {"planted": kinds.total(), "found": hits.total()}},
+            "interleavings": {
+                "of the right code": {
+                    "runs": runs, "failures": len(failures), "runs_per_s": runs / wall_s,
+                }
+            },
+            "overlap": {
+                name: {
+                    "model": each.model, "plan": each.plan,
+                    "share_of_the_plan": each.model / each.plan,
+                }
+                for name, each in shares.items()
+            },
+        },
+    )  # fmt: skip
+
+
+def _before() -> Any:
+    (bug,) = [bug for bug in device_bugs() if bug.name == BROAD_WAIT]
+    return planted(bug, nccl)
+
+
+def random_workload(seed: int) -> Workload:
+    dice = random.Random(seed)
+    return Workload(
+        layers=dice.randint(1, 2),
+        micro_batches=dice.randint(1, 2),
+        attention_ranks=dice.choice((1, 1, 1, 2)),
+        expert_ranks=dice.choice((1, 1, 1, 2)),
+        attention_us=dice.choice((5.0, 300.0)),
+        expert_us=dice.choice((5.0, 300.0)),
+        payload_bytes=dice.choice((64, 4000, 30_000)),
+        sync=dice.choice((0.0, 0.3)),
+        two_classes=dice.random() < 0.5,
+        empty=dice.choice((0.0, 0.3)),
+        segment_bytes=dice.choice((4096, 64 << 10)),
+    )
+
+
+def _interleavings(runs: int, first: int) -> tuple[list[str], int, float]:
+    cores = sorted(os.sched_getaffinity(0))
+    starts = range(first, first + runs, CHUNK)
+    begin_s = time.perf_counter()
+    failures: list[str] = []
+    with ProcessPoolExecutor(len(cores), get_context("spawn"), _pin, (cores,)) as pool:
+        for some in pool.map(_run_chunk, starts, [min(CHUNK, first + runs - s) for s in starts]):
+            failures += some
+    return failures, runs, time.perf_counter() - begin_s
+
+
+def _pin(cores: Sequence[int]) -> None:
+    """Keep the threads of a run on one core: they run in turns."""
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+
+
+def _run_chunk(first: int, runs: int) -> list[str]:
+    failures = []
+    with installed():
+        for seed in range(first, first + runs):
+            name, backend = tuple(BACKENDS.items())[seed % len(BACKENDS)]
+            try:
+                World(random_workload(seed), backend).run(seed, lazy_loading=seed % 3 == 0)
+            except ModelError as failure:
+                failures.append(f"{name}, seed {seed}: {failure}")
+    return failures
+
+
+def tables(summary: dict[str, Any]) -> Sequence[Table]:
+    return [
+        table_of(summary["bugs"], "Planted bugs (simulated)", "kind"),
+        table_of(summary["interleavings"], "Random interleavings (simulated)", "code"),
+        table_of(
+            summary["overlap"],
+            "Overlap of A2E and E2A with compute (simulated)",
+            "code: stages of a layer",
+        ),
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=10_000, help="random interleavings")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first run")
+
+
+CASES = [
+    Case(
+        name="device_model",
+        title="GPU channels on a model of CUDA",
+        question="Bugs in the GPU channels that a model of CUDA finds, planted ones and others.",
+        measure=measure,
+        tables=tables,
+        add_options=add_options,
+        kind="simulated",
+    )
+]

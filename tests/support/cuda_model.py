@@ -1,0 +1,752 @@
+"""A model of the CUDA runtime and NCCL: real channel code runs on it, on a clock of events.
+
+Every process (`Host`) has a device and runs its program on a thread; only one thread runs at a
+time, and a seed decides which. Streams are queues that share hardware queues. Kernels need SMs and
+time. A NCCL call occupies SMs from the moment it starts, and ends when its counterpart on the other
+device has started too. Copy engines need no SMs. Times are in microseconds.
+
+A run fails with the name of a bug, whatever the timing of this run has been:
+- race: two accesses to device memory, one of them a write, that no event, wait or message orders;
+- deadlock: no process and no device can go on;
+- mismatch: counterparts of NCCL that differ in size, direction or number, or a group left open;
+- corrupt: a kernel that reads other bytes than those sent;
+- spin: a NCCL call that waited for its counterpart for longer than `spin_limit_us`;
+- leak: device memory of a link that stays in use.
+
+All figures that come from it are simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import heapq
+import itertools
+import os
+import random
+import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+
+from actors.channels import cuda, ipc, nccl
+from tests.support.waiting import wait_until
+
+Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
+Range = tuple[int, int]  # address and bytes
+
+
+class ModelError(AssertionError):
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"{kind}: {reason}")
+        self.kind = kind
+        model().failure = model().failure or self  # whatever catches it
+
+
+class _Stopped(BaseException):
+    """Unwinds the thread of a program that cannot go on."""
+
+
+def merge(into: Order, other: Order) -> None:
+    for key, number in other.items():
+        if into.get(key, 0) < number:
+            into[key] = number
+
+
+@dataclass(eq=False)
+class Operation:
+    """Work in a stream. need: SMs. after: of a wait. order: at its queueing; then at its end."""
+
+    name: str
+    duration_us: float = 0.0
+    need: int = 0
+    engine: bool = False
+    reads: Sequence[Range] = ()
+    writes: Sequence[Range] = ()
+    ends: Callable[[], None] = lambda: None
+    after: Operation | None = None
+    communicator: Communicator | None = None
+    calls: Sequence[tuple[str, Range]] = ()
+    order: Order = field(default_factory=dict)
+    done: bool = False
+    start_us: float = 0.0
+    stream: Stream = field(init=False)
+
+
+class Device:
+    def __init__(self, model: CudaModel) -> None:
+        self.model, self.free = model, {"sms": model.sms, "engines": model.engines}
+        self.queues: list[deque[Operation]] = [deque() for _ in range(model.connections)]
+        self.streams: list[Stream] = []
+        self.loaded: set[str] = set()
+        self.busy: list[tuple[str, float, float]] = []  # compute, as (name, start, end)
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.queues) and all(stream.running is None for stream in self.streams)
+
+    def advance(self) -> None:
+        """Start all that can start. A queue's first operation delays those behind it."""
+        progress = True
+        while progress:
+            progress = False
+            for queue in self.queues:
+                while queue and self._can_start(queue[0]):
+                    self._start(queue.popleft())
+                    progress = True
+
+    def _can_start(self, op: Operation) -> bool:
+        if op.stream.running is not None or (op.after is not None and not op.after.done):
+            return False
+        communicator = op.communicator
+        if communicator is not None and (communicator.resident or communicator.calls[0] is not op):
+            return communicator.aborted
+        return op.need <= self.free["sms"] and op.engine <= self.free["engines"]
+
+    def _start(self, op: Operation) -> None:
+        model, stream = self.model, op.stream
+        merge(stream.order, op.order)
+        if op.after is not None:
+            merge(stream.order, op.after.order)
+        stream.order[stream] = stream.order.get(stream, 0) + 1
+        self.free["sms"] -= op.need
+        self.free["engines"] -= op.engine
+        stream.running, op.start_us = op, model.now_us
+        for written, ranges in ((False, op.reads), (True, op.writes)):
+            for each in ranges:
+                model.memory.access(each, written, stream.order, stream, op.name)
+        if op.communicator is not None:
+            op.communicator.start(op)
+        elif op.duration_us:
+            model.at(op.duration_us, lambda: self.end(op))
+        else:
+            self._end(op)
+
+    def end(self, op: Operation) -> None:
+        self._end(op)
+        self.advance()
+
+    def _end(self, op: Operation) -> None:
+        op.done, op.stream.running = True, None
+        op.order = dict(op.stream.order)
+        self.free["sms"] += op.need
+        self.free["engines"] += op.engine
+        if op.duration_us and op.communicator is None and not op.engine:
+            self.busy.append((op.name, op.start_us, self.model.now_us))
+        op.ends()
+
+
+class Stream:
+    """Takes the place of torch.cuda.Stream. Belongs to the device of the running host."""
+
+    device = torch.device("cpu")
+    by_handle: ClassVar[dict[int, Stream]] = {}
+
+    def __init__(self, *_: object, priority: int = 0) -> None:
+        self.on = model().host.device
+        self.queue = self.on.queues[len(self.on.streams) % len(self.on.queues)]
+        self.on.streams.append(self)
+        self.cuda_stream = len(self.by_handle) + 1
+        self.by_handle[self.cuda_stream] = self
+        self.order: Order = {}
+        self.running: Operation | None = None
+        self.queued = 0
+
+    def add(self, op: Operation) -> Operation:
+        with model().lock:
+            op.stream, op.order = self, model().host.tick()
+            self.queued += 1
+            self.queue.append(op)
+            if op.communicator is not None:
+                op.communicator.calls.append(op)
+            self.on.advance()
+        return op
+
+    def wait_event(self, event: Event) -> None:
+        if event.op is not None:
+            self.add(Operation("wait", after=event.op))
+
+    def wait_stream(self, stream: Stream) -> None:
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        event = Event()
+        event.record(self)
+        event.synchronize()
+
+
+class Event:
+    """Takes the place of torch.cuda.Event."""
+
+    def __init__(self, **_: object) -> None:
+        self.op: Operation | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.op = (stream or model().host.current).add(Operation("record"))
+
+    def query(self) -> bool:
+        if self.op is not None and self.op.done:
+            merge(model().host.order, self.op.order)
+        return self.op is None or self.op.done
+
+    def synchronize(self) -> None:
+        model().host.block(self.query, "an event")
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.op is not None
+        assert end.op is not None
+        assert end.op.done
+        return (end.op.start_us - self.op.start_us) / 1e3
+
+
+class Memory:
+    """Every latest access to each range of device memory."""
+
+    def __init__(self) -> None:
+        self._accesses: list[tuple[Range, bool, object, int, str]] = []
+
+    def access(self, place: Range, written: bool, order: Order, by: object, name: str) -> None:
+        start, size = place
+        kept = []
+        for known in self._accesses:
+            (begin, length), wrote, key, number, what = known
+            if begin < start + size and start < begin + length and size and length:
+                ordered = order.get(key, 0) >= number
+                if not ordered and (written or wrote):
+                    raise ModelError("race", f"{name} and {what} use the same memory unordered")
+                if (
+                    ordered
+                    and (written or not wrote)
+                    and start <= begin
+                    and (begin + length <= start + size)
+                ):
+                    continue
+            kept.append(known)
+        kept.append((place, written, by, order.get(by, 0), name))
+        self._accesses = kept
+
+    def block(self, num_bytes: int, stream: Stream) -> torch.Tensor:
+        """Memory as a caching allocator gives it: the stream's queued work may still use it."""
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        _keep.append(block)
+        self._accesses = [
+            known for known in self._accesses if not _overlap(known[0], range_of(block))
+        ]
+        if stream.queued:
+            self._accesses.append(
+                (range_of(block), True, stream, stream.queued, "an earlier owner")
+            )
+        return block
+
+
+_keep: list[torch.Tensor] = []  # no address is given out twice within a run
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
+
+
+def range_of(tensor: torch.Tensor) -> Range:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+class Communicator:
+    """Takes the place of cupy's NcclCommunicator, of two ranks."""
+
+    def __init__(self, ranks: int, id_: object, rank: int) -> None:
+        assert ranks == 2
+        self.host, self.rank, self._sides = model().host, rank, model().communicators[id_]
+        self._sides[rank] = self
+        self.resident: Operation | None = None
+        self.aborted = False
+        self.calls: deque[Operation] = deque()  # queued, in order
+        self.host.block(lambda: len(self._sides) == 2, f"rank {1 - rank} of a communicator")
+
+    @property
+    def _peer(self) -> Communicator | None:
+        return self._sides.get(1 - self.rank)
+
+    def send(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
+        self._add("send", (pointer, count), rank, stream)
+
+    def recv(self, pointer: int, count: int, dtype: int, rank: int, stream: int) -> None:
+        self._add("recv", (pointer, count), rank, stream)
+
+    def _add(self, direction: str, place: Range, rank: int, stream: int) -> None:
+        if rank == self.rank:
+            raise ModelError("mismatch", "a transfer to its own rank")
+        group = self.host.group
+        key = (self, stream)
+        calls = group.setdefault(key, []) if group is not None else []
+        calls.append((direction, place))
+        if group is None:
+            self.launch(Stream.by_handle[stream], calls)
+
+    def launch(self, stream: Stream, calls: list[tuple[str, Range]]) -> None:
+        reads = [place for direction, place in calls if direction == "send"]
+        writes = [place for direction, place in calls if direction == "recv"]
+        op = Operation("nccl", need=model().transfer_sms, reads=reads, writes=writes, calls=calls)
+        op.communicator = self
+        stream.add(op)
+
+    def start(self, op: Operation) -> None:
+        self.calls.popleft()
+        self.resident = op
+        peer = self._peer
+        if self.aborted:
+            self.resident = None
+            self.host.device.end(op)
+        elif peer is not None and peer.resident is not None:
+            self._transfer(op, peer, peer.resident)
+
+    def _transfer(self, op: Operation, peer: Communicator, other: Operation) -> None:
+        now = model().now_us
+        flip = {"send": "recv", "recv": "send"}
+        mirrored = [(flip[direction], place[1]) for direction, place in other.calls]
+        if mirrored != [(direction, place[1]) for direction, place in op.calls]:
+            raise ModelError("mismatch", f"{op.calls} meets {other.calls}")
+        spin_us = now - min(op.start_us, other.start_us)
+        limit_us = model().spin_limit_us
+        if spin_us > limit_us:
+            raise ModelError("spin", f"{spin_us:.0f} us of at most {limit_us:.0f}")
+        model().spun_us += spin_us
+        merge(op.stream.order, other.stream.order)
+        merge(other.stream.order, op.stream.order)
+        bytes_ = sum(place[1] for _, place in op.calls)
+        duration_us = model().transfer_us(bytes_)
+
+        def ends() -> None:
+            if op.done or other.done:
+                return  # aborted
+            for (direction, place), (_, far) in zip(op.calls, other.calls, strict=True):
+                source, target = (place, far) if direction == "send" else (far, place)
+                ctypes.memmove(target[0], source[0], source[1])
+            receiver = self if op.calls[0][0] == "recv" else peer
+            model().received.append((receiver.host.name, now, now + duration_us))
+            self.resident = peer.resident = None  # before either device starts its next
+            self.host.device.end(op)
+            peer.host.device.end(other)
+
+        model().at(duration_us, ends)
+
+    def check_async_error(self) -> None:
+        if Nccl.broken:
+            raise RuntimeError("unhandled system error")
+
+    def abort(self) -> None:
+        """End the call under way as if it had received everything."""
+        self.aborted = True
+        Nccl.aborts += 1
+        if self.resident is not None:
+            op, self.resident = self.resident, None
+            self.host.device.end(op)
+        self.host.device.advance()
+
+
+class Nccl:
+    """Takes the place of the module cupy.cuda.nccl."""
+
+    NCCL_UINT8 = 1
+    NcclCommunicator = Communicator
+    broken: ClassVar[bool] = False
+    aborts: ClassVar[int] = 0
+
+    def __init__(self, id_type: type = bytes) -> None:
+        self.id_type = id_type
+        self.ids: list[object] = []
+        Nccl.broken, Nccl.aborts = False, 0
+
+    def get_unique_id(self) -> object:
+        self.ids.append(self.id_type([len(self.ids)] * 128))
+        return self.ids[-1]
+
+    def groupStart(self) -> None:
+        if model().host.group is not None:
+            raise ModelError("mismatch", "a group within a group")
+        model().host.group = {}
+
+    def groupEnd(self) -> None:
+        group, model().host.group = model().host.group, None
+        if group is None:
+            raise ModelError("mismatch", "the end of a group that never began")
+        for (communicator, stream), calls in group.items():
+            communicator.launch(Stream.by_handle[stream], calls)
+
+
+class Runtime:
+    """Takes the place of cupy.cuda.runtime."""
+
+    memcpyDefault = 4
+
+    def malloc(self, num_bytes: int) -> int:
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        _keep.append(block)
+        self.blocks[block.data_ptr()] = block
+        return block.data_ptr()
+
+    blocks: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def ipcGetMemHandle(self, pointer: int) -> bytes:
+        return pointer.to_bytes(8, "little")
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int = 1) -> int:
+        return int.from_bytes(handle, "little")
+
+    def free(self, pointer: int) -> None: ...
+
+    def ipcCloseMemHandle(self, pointer: int) -> None: ...
+
+    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        duration_us = model().transfer_us(size)
+
+        def ends() -> None:
+            ctypes.memmove(target, source, size)
+            now = model().now_us
+            model().received.append((host.name, now - duration_us, now))
+
+        host = model().host
+        places = {"reads": [(source, size)], "writes": [(target, size)]}
+        copy = Operation("copy", duration_us, engine=True, ends=ends, **places)  # type: ignore[arg-type]
+        Stream.by_handle[stream].add(copy)
+
+
+class SharedFlags(bytearray):
+    """The flag page of a segment that two processes map. A set flag orders its reader after."""
+
+    by_inode: ClassVar[dict[int, SharedFlags]] = {}
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.order: Order = {}
+
+    @classmethod
+    def map(cls, fd: int, size: int) -> SharedFlags:
+        return cls.by_inode.setdefault(os.fstat(fd).st_ino, cls(size))
+
+    def __setitem__(self, slot: Any, value: Any) -> None:
+        super().__setitem__(slot, value)
+        merge(self.order, model().host.tick())
+
+    def find(self, *arguments: Any) -> int:
+        merge(model().host.order, self.order)
+        return super().find(*arguments)
+
+
+class Socket:
+    """One end of a connection whose bytes take a random time. Carries descriptors as well."""
+
+    def __init__(self, family: int) -> None:
+        self.family = family
+        self.peer: Socket
+        self._bytes = b""
+        self._fds: list[int] = []
+        self._order: Order = {}
+        self._last_us = 0.0
+
+    @classmethod
+    def pair(cls, family: int = socket.AF_INET) -> tuple[Socket, Socket]:
+        a, b = cls(family), cls(family)
+        a.peer, b.peer = b, a
+        return a, b
+
+    @property
+    def has_bytes(self) -> bool:
+        return bool(self._bytes)
+
+    def setblocking(self, blocking: bool) -> None: ...
+
+    def fileno(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> int:
+        now = model()
+        self._last_us = max(self._last_us + 0.01, now.now_us + now.dice.uniform(*now.message_us))
+        order = now.host.tick()
+
+        def arrives() -> None:
+            self.peer._bytes += data
+            self.peer._fds += fds
+            merge(self.peer._order, order)
+
+        now.at(self._last_us - now.now_us, arrives)
+        return len(data)
+
+    def sendmsg(self, buffers: Sequence[bytes], ancillary: Sequence[Any]) -> int:
+        (_, _, fds) = ancillary[0]
+        return self.send(buffers[0], [os.dup(fd) for fd in fds])
+
+    def recv(self, size: int) -> bytes:
+        if not self._bytes:
+            raise BlockingIOError
+        data, self._bytes = self._bytes, b""
+        merge(model().host.order, self._order)
+        return data
+
+    def recvmsg(self, size: int, ancillary: int, flags: int) -> tuple[bytes, list[Any], int, None]:
+        data = self.recv(size)
+        fds, self._fds = self._fds, []
+        raw = b"".join(fd.to_bytes(4, "little") for fd in fds)
+        return data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, raw)], 0, None
+
+
+class Host:
+    """A process with one device."""
+
+    def __init__(self, owner: CudaModel, name: str, program: Callable[[Host], None]) -> None:
+        self.model, self.name, self._program = owner, name, program
+        first = next(iter(owner.hosts.values()), None)
+        self.device: Device = first.device if first and owner.one_gpu else Device(owner)
+        self.order: Order = {}
+        self.group: dict[Any, list[tuple[str, Range]]] | None = None
+        self.done = False
+        self.waits: Callable[[], bool] | None = None
+        self.blocked_by = ""
+        self.go = threading.Lock()
+        self.go.acquire()
+        self._current: dict[int, Stream] = {}
+        self.default: Stream
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        self.go.acquire()
+        try:
+            if not self.model.stopped:
+                self.default = Stream()
+                self._program(self)
+        except _Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self.model.failure = self.model.failure or error
+        self.done = True
+        self.model.back.release()
+
+    @property
+    def current(self) -> Stream:
+        """The calling thread's stream."""
+        return self._current.setdefault(threading.get_ident(), self.default)
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._current[threading.get_ident()] = stream
+
+    def leave(self) -> None:
+        self.model.back.release()
+        self.go.acquire()
+        if self.model.stopped:
+            raise _Stopped
+
+    def tick(self) -> Order:
+        self.order[self] = self.order.get(self, 0) + 1
+        return dict(self.order)
+
+    def pause(self, duration_us: float) -> None:
+        self.model.at(duration_us, lambda: self.model.resume(self))
+        self.leave()
+
+    def block(self, condition: Callable[[], bool], what: str) -> None:
+        if not condition():
+            self.model.suspend(self, condition, what)
+
+    def synchronize(self) -> None:
+        """Wait for the device, as cudaFree, cudaHostRegister or a lazy module load does."""
+        self.block(lambda: self.device.idle, "its device")
+
+    def launch(
+        self,
+        name: str,
+        duration_us: float,
+        *,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+        ends: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue a kernel on the current stream."""
+        if self.model.lazy_loading and name not in self.device.loaded:
+            self.device.loaded.add(name)
+            self.synchronize()
+        need = self.model.compute_sms
+        self.current.add(Operation(name, duration_us, need, reads=reads, writes=writes, ends=ends))
+
+
+class CudaModel:
+    """A machine and its run. Keyword arguments replace the attributes below."""
+
+    sms, compute_sms, transfer_sms, engines, connections = 132, 100, 4, 2, 32
+    lazy_loading = one_gpu = False
+    spin_limit_us = float("inf")
+    message_us, host_us = (5.0, 60.0), (1.0, 20.0)
+    latency_us, bytes_per_us = 5.0, 100.0
+
+    def __init__(self, seed: int, **machine: Any) -> None:
+        vars(self).update(machine)
+        self.dice = random.Random(seed)
+        self.now_us = self.spun_us = 0.0
+        self.hosts: dict[str, Host] = {}
+        self.host: Host
+        self.memory = Memory()
+        self.communicators: defaultdict[object, dict[int, Communicator]] = defaultdict(dict)
+        self.received: list[tuple[str, float, float]] = []  # host, start, end
+        self.failure: BaseException | None = None
+        self.stopped = False
+        self.lock = threading.RLock()
+        self.back = threading.Lock()
+        self.back.acquire()
+        self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def transfer_us(self, bytes_: int) -> float:
+        return self.latency_us + bytes_ / self.bytes_per_us
+
+    def at(self, delay_us: float, action: Callable[[], None]) -> None:
+        entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), action)
+        heapq.heappush(self._heap, entry)
+
+    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
+        """Run the others until `condition`."""
+        host.waits, host.blocked_by = condition, what
+        host.leave()
+
+    def resume(self, host: Host) -> None:
+        """Run the host until it waits."""
+        self.host = host
+        host.go.release()
+        self.back.acquire()
+
+    def run(self, programs: dict[str, Callable[[Host], None]]) -> None:
+        """Run all programs to their ends. Raises ModelError."""
+        global _current
+        _current = self
+        for name, program in programs.items():
+            self.hosts[name] = Host(self, name, program)
+        for host in self.hosts.values():
+            host.thread.start()
+            self.at(self.dice.uniform(*self.host_us), partial(self.resume, host))
+        try:
+            while not all(host.done for host in self.hosts.values()):
+                self._step()
+            while self._heap and self.failure is None:
+                self._step()
+            self._check_end()
+        finally:
+            self.stopped = True
+            for host in self.hosts.values():
+                if not host.done:
+                    self.resume(host)
+                host.thread.join()
+            _keep.clear()
+            Stream.by_handle.clear()
+            Runtime.blocks.clear()
+            SharedFlags.by_inode.clear()
+
+    def _step(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if not self._heap:
+            waits = [f"{h.name} waits for {h.blocked_by}" for h in self.hosts.values() if h.waits]
+            raise ModelError("deadlock", "; ".join(waits))
+        self.now_us, _, _, action = heapq.heappop(self._heap)
+        action()
+        for host in self.hosts.values():
+            if host.waits is not None:
+                self.host = host
+                if host.waits():
+                    host.waits = None
+                    delay_us = self.dice.uniform(*self.host_us)
+                    self.at(delay_us, partial(self.resume, host))
+
+    def _check_end(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        for host in self.hosts.values():
+            if host.group is not None:
+                raise ModelError("mismatch", f"{host.name} left a group open")
+            if not host.device.idle:
+                raise ModelError("deadlock", f"the device of {host.name} does not end")
+
+
+class FreeModel(CudaModel):
+    """A model without a clock, one process whose code has real threads and sockets.
+
+    Work ends at once; while `held`, at the next `end_held`.
+    """
+
+    def __init__(self) -> None:
+        global _current
+        super().__init__(0)
+        _current = self
+        self.held = False
+        self.host = Host(self, "host", lambda host: None)
+        self.host.default = Stream()
+
+    def at(self, delay_us: float, action: Callable[[], None]) -> None:
+        if self.held:
+            super().at(delay_us, action)
+        else:
+            action()
+
+    def end_held(self) -> None:
+        self.held = False
+        with self.lock:
+            while self._heap:
+                heapq.heappop(self._heap)[-1]()
+
+    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, f"no {what}", 10.0, 0.001)
+
+
+_current: CudaModel
+
+
+def model() -> CudaModel:
+    return _current
+
+
+@contextlib.contextmanager
+def _stream(stream: Stream) -> Iterator[None]:
+    host = model().host
+    before, host.current = host.current, stream
+    try:
+        yield
+    finally:
+        host.current = before
+
+
+def installed() -> contextlib.ExitStack:
+    """Replace torch.cuda by the model until the stack is closed."""
+    stack = contextlib.ExitStack()
+    for name, value in {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: model().host.current,
+        "stream": _stream,
+        "device": lambda device: contextlib.nullcontext(),
+    }.items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, value))
+    empty = lambda size, _: model().memory.block(size, model().host.current)  # noqa: E731
+    for module, name, value in (
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch, "as_tensor", lambda raw, device: Runtime.blocks[raw.pointer]),
+        (cuda, "empty_bytes", empty),
+        (nccl, "empty_bytes", empty),
+        (ipc, "device_identity", lambda device: "gpu" if model().one_gpu else model().host.name),
+        (ipc, "require_cupy", lambda backend: CUPY),
+        (ipc, "create_memfd", lambda size: os.memfd_create("model")),
+        (ipc, "check_memfd", lambda fd, size: True),
+        (ipc, "mmap", SimpleNamespace(mmap=SharedFlags.map)),
+    ):
+        stack.enter_context(mock.patch.object(module, name, value))
+    return stack
+
+
+CUPY = SimpleNamespace(cuda=SimpleNamespace(runtime=Runtime()))
