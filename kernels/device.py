@@ -33,6 +33,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.T
     parts = torch.split(joined, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
+
 _ANCHOR_PERIOD_S = 1.0  # between two comparisons of the device's clock with the host's
 
 UseTimes = Callable[[float, float], None]

@@ -57,17 +57,16 @@ def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
-        # tasks 2,400; bench 450; inputs 550) and issue 31's operation (600; spans 250); issue 32's
-        # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct
-        # calls 950; issue 33's dispatch, sums and sampling on devices, with triton kernels and modes
-        # by device, 900, its channels and stage times 1,200; issue 34's families 700, states and
-        # sparse attention 1,100.
+        # tasks 2,400; bench 450; inputs 550), issue 31's operation (600; spans 250), issue 32's
+        # kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct calls
+        # 950, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
+        # times 1,200, and issue 34's families 700, states and sparse attention 1,100.
         # Benchmarks: 12,350 without engines and stored_experts
         Budget("product: lines", _lines(PRODUCT), 79_000),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 53_000),
+        Budget("tests: lines", _lines(("tests",)), 53_500),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_740),
-        Budget("docs and README: words", _words(), 44_000),
+        Budget("docs and README: words", _words(), 44_700),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
