@@ -269,13 +269,19 @@ class CallServer:
         self._areas = self._opened = ()
         self._endpoint.accepts_calls = False
 
-    def serve(self, priority: int, timeout_s: float) -> Iterator[ServedCall]:
-        """Serve calls of classes up to `priority`; wait for the first one up to timeout_s."""
+    @property
+    def has_callers(self) -> bool:
+        """True if an area is open."""
         opened = self._endpoint.call_areas
         if opened != self._opened:
             self._use(opened)
-        if not self._areas:
-            return
+        return bool(self._areas)
+
+    def serve(self, priority: int, timeout_s: float) -> Iterator[ServedCall]:
+        """Serve calls of classes up to `priority`; wait for the first one up to timeout_s.
+
+        Returns at other events of the endpoint. Only if `has_callers`.
+        """
         calls = serve_calls(
             shared_pool(),
             self._peers.ctypes.data,

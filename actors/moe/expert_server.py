@@ -185,8 +185,9 @@ class ExpertServer:
 
     def step(self, timeout_s: float) -> None:
         """Serve direct calls, receive messages and run a slice of a merged call, or wait."""
-        if self._experts.calls is not None and self._endpoint.call_areas:
-            self._serve_calls(self._experts.calls, timeout_s)
+        calls = self._experts.calls
+        if calls is not None and calls.has_callers:
+            self._serve_calls(calls, timeout_s)
             timeout_s = 0.0
         for channel_event in self._poll(timeout_s):
             if isinstance(channel_event, Packet):

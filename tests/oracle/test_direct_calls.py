@@ -85,7 +85,7 @@ def test_a_late_or_declined_call_is_replaced_by_packets(tiny_checkpoint: Checkpo
         assert streams(client) == expected
         before = calls_of(worker)
         with (
-            patch.object(CallServer, "serve", return_value=()),
+            patch.object(CallServer, "has_callers", False),
             patch.object(direct_calls, "GIVE_UP_S", 0.02),
         ):
             assert streams(client) == expected
@@ -95,7 +95,7 @@ def test_a_late_or_declined_call_is_replaced_by_packets(tiny_checkpoint: Checkpo
         decoder = decoder_of(worker)
         changed = threading.Timer(0.1, lambda: decoder.use(decoder._topology._replace(missing=())))
         with (
-            patch.object(CallServer, "serve", return_value=()),
+            patch.object(CallServer, "has_callers", False),
             patch.object(direct_calls, "GIVE_UP_S", 1e9),
         ):
             changed.start()
