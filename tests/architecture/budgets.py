@@ -59,13 +59,13 @@ def budgets() -> list[Budget]:
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
         # tasks 2,400; bench 450; inputs 550) and issue 31's operation (600; spans 250); issue 32's
         # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200;
-        # issue 34's families 700.
+        # issue 34's families 700, states beside K and V 870, sparse attention 330.
         # Benchmarks: 12,350 without engines and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 75_300),
+        Budget("product: lines", _lines(PRODUCT), 76_500),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 50_430),
+        Budget("tests: lines", _lines(("tests",)), 50_950),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_540),
-        Budget("docs and README: words", _words(), 42_850),
+        Budget("docs and README: words", _words(), 43_200),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
