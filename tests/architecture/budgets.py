@@ -58,8 +58,8 @@ def budgets() -> list[Budget]:
     return [
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
         # tasks 2,400; bench 450; inputs 550) and issue 31's operation (600; spans 250); issue 32's
-        # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200; issue
-        # 33's dispatch, sums and sampling on devices, with triton kernels and modes by device, 900.
+        # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200;
+        # issue 33's dispatch, sums and sampling on devices, modes by device 900.
         # Benchmarks: 12,350 without engines and stored_experts
         Budget("product: lines", _lines(PRODUCT), 75_500),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
