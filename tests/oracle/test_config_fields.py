@@ -140,6 +140,8 @@ def test_yarn_makes_the_context_its_factor_times_the_original_one(
         ("mixtral", "model.layers.2.self_attn.q_norm.weight"),
         ("qwen3_moe", "model.layers.3.input_layernorm.weight"),
         ("qwen3_moe", "lm_head.bias"),
+        ("glm4_moe", "model.layers.1.self_attn.o_proj.bias"),
+        ("granitemoe", "model.layers.1.shared_mlp.input_linear.weight"),
     ],
 )
 def test_unread_tensor_error_names_tensor(
@@ -157,6 +159,8 @@ def test_unread_tensor_error_names_tensor(
         ("qwen3_moe", "model.layers.1.self_attn.rotary_emb.inv_freq"),
         ("mixtral", "model.rotary_emb.inv_freq"),
         ("deepseek_v3", "model.layers.3.eh_proj.weight"),
+        ("glm4_moe", "model.layers.3.eh_proj.weight"),
+        ("exaone_moe", "mtp.norm.weight"),
         ("deepseek_v3", "model.layers.3.mlp.experts.0.gate_proj.weight"),
     ],
 )

@@ -33,7 +33,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"num_local_experts": 5}),
     ("glm4_moe", {}),
     ("qwen2_moe", {}),
-    ("granitemoeshared", {}),
+    ("granitemoe", {}),
     ("afmoe", {}),
     ("llama4_text", {}),
     ("qwen3_5_moe_text", {"num_experts": 5}),
