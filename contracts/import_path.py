@@ -4,8 +4,6 @@ A `models.py` or a folder `cluster` in the current folder must not shadow this p
 process, in Ray's workers or in child processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -19,8 +19,6 @@ and the lost ranks (planner/placement/resize.py), so that ranks which see the sa
 the same placement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Final
 

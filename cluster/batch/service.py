@@ -8,8 +8,6 @@ The state is in `Store`. A service that starts continues the unfinished batches 
 those of other models wait for a server of theirs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

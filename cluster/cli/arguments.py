@@ -1,7 +1,5 @@
 """Declaration of `tandem`'s commands, and one-line errors for wrong arguments."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib.metadata

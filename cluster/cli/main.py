@@ -3,8 +3,6 @@
 Errors are one line on standard error with exit status 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io

@@ -4,8 +4,6 @@ Each pipeline has one placement group and is formed at once. The planner is form
 attention and expert ranks but is a group of its own, because it is replaced alone.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor

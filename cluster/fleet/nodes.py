@@ -1,7 +1,5 @@
 """Placement of ranks on a Ray cluster: resources, placement groups, nodes."""
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from collections.abc import Sequence

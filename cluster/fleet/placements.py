@@ -1,7 +1,5 @@
 """Expert placements of a configuration, and the memory they need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

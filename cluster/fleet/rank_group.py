@@ -5,8 +5,6 @@ restart ── place, prepare, connect, start ──> replacements with epoch + 
     node lost ─> the same on another node as soon as one has room
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -6,8 +6,6 @@ attention and expert ranks  repair         replace_each; end the server after th
 planner                     replace_each   ranks use default plans meanwhile
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 `POST /scale` changes the number of ranks of a running server, `GET /scale` reports the progress.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import logging

@@ -6,8 +6,6 @@
 it dies; it then continues from the files of `batch.storage`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

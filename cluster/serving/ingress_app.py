@@ -1,7 +1,5 @@
 """Assembly of the ingress: tokenizer, rank clients, pipelines, HTTP application."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Requests of an ingress to the launcher, which is another replica."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator

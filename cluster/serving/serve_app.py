@@ -8,8 +8,6 @@ Behind the ingress Ray carries no request data. A stopped Groups replica ends it
 kill its successor adopts them (cluster/fleet/adoption.py); without one they end by themselves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

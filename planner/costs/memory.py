@@ -3,8 +3,6 @@
 Conservative: every sample in flight counts as a running one.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import msgspec

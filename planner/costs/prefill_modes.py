@@ -22,8 +22,6 @@ Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, 
 (docs/notation.md, "Experts that are read").
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable

@@ -12,8 +12,6 @@ faster per FLOP than small ones, and a line through small batches misses that. W
 passes x is the FLOPs.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import deque

@@ -13,8 +13,6 @@ experts, R ranks, G groups of pairs with the same set of ranks, S = 256 sets, C 
 from, V orders of preference.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from math import comb

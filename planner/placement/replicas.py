@@ -16,8 +16,6 @@ pairs. A set of ranks is an integer with a bit per rank. Shapes: T tokens, K exp
 experts, R ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Shapes: T tokens, K experts of each, E experts, R ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 

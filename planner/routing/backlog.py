@@ -21,8 +21,6 @@ the completion of the last one counts: they stay with their prefix longer and mo
 saves more time than it recomputes.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Index of the blocks in workers' caches, and of those that open requests will leave there."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

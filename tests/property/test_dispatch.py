@@ -1,7 +1,5 @@
 """Dispatch against the definition of a mixture of experts, and the choice of replicas."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Open-loop HTTP client: sends requests when they are due and measures their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence

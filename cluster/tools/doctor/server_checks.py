@@ -1,7 +1,5 @@
 """Checks of a running server for `tandem doctor --url`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

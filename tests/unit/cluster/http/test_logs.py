@@ -1,7 +1,5 @@
 """Logs contain request ids, and request text only with log.prompts."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """`tandem doctor`: checks of a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`tandem doctor --url`: each finding by its cause."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
