@@ -55,8 +55,7 @@ def launch(
     store: record of the ranks, which then outlive this process; None: they end with it.
     place_timeout_s: None: groups.ready_timeout_s.
     Raises ConfigError for an invalid placement file, ResourceError, CheckpointError and the errors
-    of
-    `launch_pipeline`; nothing is left running then.
+    of `launch_pipeline`; nothing is left running then.
     """
     token = new_token()
     folder = Path(model_folder)

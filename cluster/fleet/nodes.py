@@ -183,8 +183,7 @@ class RankPlacement(NamedTuple):
     """Ranks with a bundle each; bundle i belongs to request i.
 
     nodes: the initial nodes. application: owner, with which they outlive this process; empty: they
-    end
-    with it. name: of the placement group.
+    end with it. name: of the placement group.
     """
 
     requests: list[RankRequest]

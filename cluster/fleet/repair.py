@@ -18,8 +18,7 @@ class GroupHealth(NamedTuple):
     """Health of a group.
 
     names: all ranks. problems: reason by name, of ranks that are not being replaced; replaced:
-    reasons
-    of the others. unavailable_s: how long the longest unavailable rank has been without a
+    reasons of the others. unavailable_s: how long the longest unavailable rank has been without a
     replacement.
     """
 

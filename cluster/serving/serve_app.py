@@ -83,8 +83,8 @@ class Groups:
     def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
         """Start the launch.
 
-        application: None: that of this replica; empty: an actor of a bulk job, whose
-        ranks end with it and are not adopted.
+        application: None: that of this replica; empty: an actor of a bulk job, whose ranks end with
+        it and are not adopted.
         """
         given = self._config = decode_config(config)
         self._launch_id = launch_id
@@ -348,8 +348,7 @@ class Ingress:
         """Build the connected application.
 
         Errors are reported through Groups: a waiting launcher prints one line and ends; otherwise
-        they are
-        raised and Serve retries.
+        they are raised and Serve retries.
         """
         try:
             return await self._build()

@@ -105,8 +105,8 @@ class HttpLoadGenerator:
     async def run(self, conversations: Sequence[Sequence[RequestResult]], timeout_s: float) -> None:
         """Send the requests and fill in their results.
 
-        Turns of a conversation follow one another; most have one. timeout_s: per request, from
-        sent to end.
+        Turns of a conversation follow one another; most have one. timeout_s: per request, from sent
+        to end.
         """
         target = self._target
         headers = bearer(target.key)
