@@ -12,10 +12,10 @@ from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
 from planner.arrays import Array, Bools, Ints
 from planner.placement.replicas import (
-    MAX_RANKS,
     FewestRanksChooser,
     RoundRobinChooser,
     compile_rule,
+    replica_chooser,
 )
 
 
@@ -50,8 +50,7 @@ class LayerSlots:
             slot_ER = np.full((len(slots), len(bounds)), -1, kind)
             for rank, (low, high) in enumerate(bounds):
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
-            chooser = FewestRanksChooser if len(bounds) <= MAX_RANKS else RoundRobinChooser
-            self._choice = chooser(slot_ER)
+            self._choice = replica_chooser(slot_ER)
 
     def held(self, num_experts: int) -> Bools:
         """Return True for each expert on each rank [E, R]."""
