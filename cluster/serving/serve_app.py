@@ -43,13 +43,12 @@ from cluster.fleet.launch import launch
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.tracing import TraceLock
-from cluster.http.admin import FIRST_RANK_PID
 from cluster.http.app import App
 from cluster.http.batch_types import BatchService
 from cluster.http.server import HttpServer
 from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
-from cluster.serving.launcher import GroupsClient
+from cluster.serving.launcher import Launcher
 from cluster.serving.log_folder import log_folder
 from cluster.serving.settings import with_environment
 from cluster.serving.shutdown import wait_idle
@@ -371,9 +370,7 @@ class Ingress:
         app = self._app = await build_ingress_app(
             self._config,
             directory,
-            GroupsClient(
-                self._rank_metrics, self._rank_status, self._rank_trace, self._clock, self._scale
-            ),
+            Launcher(self._groups),
             self._addresses,
             cast("BatchService", BatchClient(self._batch_actor)),
             telemetry,
@@ -412,26 +409,6 @@ class Ingress:
 
     async def _batch_actor(self) -> Any:
         return await self._groups.batches.remote()
-
-    async def _rank_metrics(self) -> list[str]:
-        texts: list[str] = await self._groups.metrics.remote()
-        return texts
-
-    async def _rank_status(self) -> list[RankStatus]:
-        found: list[RankStatus] = await self._groups.status.remote()
-        return found
-
-    async def _rank_trace(self, seconds: float) -> bytes:
-        body: bytes = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
-        return body
-
-    async def _scale(self, requested: bytes) -> tuple[bytes, bytes]:
-        answer: tuple[bytes, bytes] = await self._groups.scale.remote(requested)
-        return answer
-
-    async def _clock(self) -> tuple[float, str]:
-        shown: tuple[float, str] = await self._groups.clock.remote()
-        return shown
 
 
 def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:
