@@ -6,8 +6,6 @@ Standard input: a line that says what to serve, then one whenever ranks are else
 with its port once it serves, and ends when standard input does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
