@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.admin import version
 from cluster.http.app import App
 from contracts.config import HttpConfig, LogConfig
+from contracts.import_path import version
 from contracts.logs import set_up_logging
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
