@@ -372,12 +372,12 @@ class Ingress:
             directory,
             Launcher(self._groups),
             self._addresses,
-            cast("BatchService", BatchClient(self._batch_actor)),
+            cast("BatchService", BatchClient(self._groups.batches.remote)),
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
         self._metrics_endpoint = MetricsEndpoint(
-            self._config, telemetry, "ingress", name, self._register_target
+            self._config, telemetry, "ingress", name, self._groups.export.remote
         )
         await self._metrics_endpoint.open()
         if self._config.http.front == "direct":
@@ -387,9 +387,6 @@ class Ingress:
             await self._groups.ingress_listens.remote()
         self._token = directory.token
         return app
-
-    async def _register_target(self, target: bytes) -> None:
-        await self._groups.export.remote(target)
 
     async def drain(self) -> tuple[str, int]:
         """Stop admission. Returns this replica's id and its number of open requests."""
@@ -406,9 +403,6 @@ class Ingress:
         if self._token in (b"", found.token):
             self._found = found.client_addresses | found.prefill_addresses
         return self._found
-
-    async def _batch_actor(self) -> Any:
-        return await self._groups.batches.remote()
 
 
 def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:
