@@ -60,10 +60,10 @@ def budgets() -> list[Budget]:
         # tasks 2,400; bench 450; inputs 550) and issue 31's operation (600; spans 250); issue 32's
         # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200.
         # Benchmarks: 12,350 without engines and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 74_600),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 49_960),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_540),
+        Budget("product: lines", _lines(PRODUCT), 73_700),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_100),
+        Budget("tests: lines", _lines(("tests",)), 49_460),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_360),
         Budget("docs and README: words", _words(), 42_600),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
