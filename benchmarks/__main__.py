@@ -1,7 +1,5 @@
 """Command line of the benchmarks: `python -m benchmarks NAME [OPTIONS]`, `--list`, `--page`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

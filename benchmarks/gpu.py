@@ -11,8 +11,6 @@ Exit status: 0 all parts ran and passed; 1 one failed, took too long, or lacks a
 arguments; 3 there is no GPU here, which one line says.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

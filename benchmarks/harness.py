@@ -5,8 +5,6 @@ its summary. `python -m benchmarks NAME` runs it, prints the tables and writes
 benchmarks/results/NAME.json; `python -m benchmarks --page` rebuilds docs/results.md from the files.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

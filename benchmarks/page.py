@@ -1,7 +1,5 @@
 """The results page, generated from the result files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation of bearer tokens. Error messages name the position of a key, never the key."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Clocks as parameters, so that policies and tests control time."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 

@@ -4,8 +4,6 @@ A message names the field, the numbers with their unit, and the remedy. Exceptio
 arguments only, so that they can be pickled across Ray actors.
 """
 
-from __future__ import annotations
-
 
 class TandemError(Exception):
     """Base class of all errors that Tandem raises on purpose."""

@@ -1,7 +1,5 @@
 """Interface between an expert cache and its eviction policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 

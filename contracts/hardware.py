@@ -5,8 +5,6 @@ model's shape. A multiply-add is 2 FLOPs. `tandem profile` writes such a file; t
 some (cluster/fleet/hardware_files/).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

@@ -1,20 +1,30 @@
-"""Import path of worker processes, independent of the current folder.
+"""Version of this package, and its import path, independent of the current folder.
 
 A `models.py` or a folder `cluster` in the current folder must not shadow this package, in this
 process, in Ray's workers or in child processes.
 """
 
-from __future__ import annotations
-
 import contextlib
+import importlib.metadata
 import os
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("contracts", "kernels", "planner", "models", "actors", "cluster", "deploy", "tandem")
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def version() -> str:
+    """Return the version of the installed package, else that of pyproject.toml."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tandem-moe")
+    project = ROOT / "pyproject.toml"
+    if not project.is_file():
+        return "unknown"
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 def workers_path(here: Path | None = None) -> list[str]:

@@ -1,7 +1,5 @@
 """Garbage collection and stack dumps of long-lived processes."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import io

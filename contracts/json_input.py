@@ -1,7 +1,5 @@
 """JSON files written by people; an error is one line that names the field."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, TypeVar

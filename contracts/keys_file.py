@@ -3,8 +3,6 @@
 Error messages never quote its contents, because they are logged.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

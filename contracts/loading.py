@@ -1,7 +1,5 @@
 """Loading of a configuration file and `a.b=c` overrides into a `TandemConfig`."""
 
-from __future__ import annotations
-
 import difflib
 import enum
 import re

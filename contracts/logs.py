@@ -8,8 +8,6 @@ Only loggers below "tandem" are configured. Fields contain no colours, and no un
 line ends, so that lines can be parsed.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

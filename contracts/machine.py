@@ -4,8 +4,6 @@ A container shows the host's /proc/meminfo; its limits are in /sys/fs/cgroup. Ea
 hierarchy has a limit of its own, and the lowest one applies.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -8,8 +8,6 @@ connection, so that a token costs a few bytes instead of a call. A prefill worke
 clients in the same order and in the frame of the answers it belongs to.
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 

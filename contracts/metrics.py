@@ -3,8 +3,6 @@
 `actors/telemetry/telemetry.py` creates Prometheus objects from it; `dashboards/` has the panels.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 

@@ -1,7 +1,5 @@
 """Placement of experts on ranks, layer by layer. Equal on every rank."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

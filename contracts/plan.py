@@ -1,7 +1,5 @@
 """Plan of one batch, as in FinDEP (Section 3.2)."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 

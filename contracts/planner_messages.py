@@ -5,8 +5,6 @@ frames (contracts/messages.py), each a msgpack map tagged by `type`. The planner
 of requests: without an answer a rank uses its default plan.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 

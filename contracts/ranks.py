@@ -1,7 +1,5 @@
 """Start parameters of a rank, and its status."""
 
-from __future__ import annotations
-
 import enum
 
 import msgspec

@@ -5,8 +5,6 @@ router. Numbers have no gaps, so that all routers derive the same state from the
 (planner/routing/worker_state.py).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, NamedTuple
 

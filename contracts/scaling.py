@@ -1,7 +1,5 @@
 """Requested number of ranks of a running server, and the progress of the change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

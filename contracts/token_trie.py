@@ -8,8 +8,6 @@ may be as long as a context. `ChoiceMatcher` is used by the rank that samples th
 router when it moves a generation to another rank.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 

@@ -176,9 +176,7 @@ def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
     """
     if not spans:
         return 0.0, 0.0
-    compute = [(s.start_s, s.end_s) for s in spans if s.stage in _COMPUTE]
-    communication = [(s.start_s, s.end_s) for s in spans if s.stage in TRANSFERS]
-    exposed_s = length(union(compute + communication)) - length(union(compute))
+    exposed_s = busy_seconds(spans, (*_COMPUTE, *TRANSFERS)) - busy_seconds(spans, _COMPUTE)
     makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
     return exposed_s, exposed_s / makespan_s if makespan_s else 0.0
 

@@ -1,7 +1,5 @@
 """Board *Bulk*: bulk jobs and the prefill workers that serve them."""
 
-from __future__ import annotations
-
 from contracts import metrics
 from dashboards.capacity import SATURATION_FILL
 from dashboards.panels import (

@@ -1,7 +1,5 @@
 """Board *Capacity*: the bottleneck, spare capacity, and the gain from one more rank."""
 
-from __future__ import annotations
-
 from contracts import metrics
 from dashboards.panels import (
     OF_CLUSTER,

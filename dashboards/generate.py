@@ -6,8 +6,6 @@
 `dashboards/*.py`, a file per board. Requires Grafana's SDK (extra `test`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dashboard JSON for Grafana 11 and newer, made with Grafana's SDK."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Board *Objectives*: latency, rejected requests and error budgets by priority class."""
 
-from __future__ import annotations
-
 from contracts import metrics
 from contracts.metrics import RequestOutcome
 from dashboards.objectives import OBJECTIVES

@@ -1,7 +1,5 @@
 """Service level objectives, for board *Objectives* and for alerts. LS: latency-sensitive."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from contracts import metrics

@@ -5,8 +5,6 @@ and rank and group if a rank exports it. "All" matches series without such a lab
 every expression keeps the label cluster: no value mixes two clusters.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import NamedTuple
 

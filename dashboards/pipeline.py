@@ -1,7 +1,5 @@
 """Board *Pipeline*: throughput, stages, plans, ranks, and the features of each."""
 
-from __future__ import annotations
-
 from contracts import metrics
 from dashboards.panels import (
     BYTES_PER_S,

@@ -4,8 +4,6 @@ docs/runbooks.md has a section for each alert, whose instructions are the alert'
 Tests generate the rules at a faster pace.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

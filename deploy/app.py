@@ -1,7 +1,5 @@
 """Application for `serve run deploy/serve.yaml`, `serve deploy` and KubeRay."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

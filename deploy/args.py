@@ -1,7 +1,5 @@
 """Configuration from the arguments of a Serve application. Imports neither ray nor torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from contracts.config import TandemConfig

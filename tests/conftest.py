@@ -1,7 +1,5 @@
 """Shared fixtures. Small on purpose: what one folder of tests needs belongs to that folder."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.metadata

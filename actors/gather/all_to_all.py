@@ -8,8 +8,6 @@ The paper's baseline, built as serving systems build it. Each worker has 1/N of 
 every MoE layer activations travel there and back. A worker without a batch takes part with no rows.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ that reached it wait for one copy while others attend. On a GPU a layer is only 
 one layer ahead, and spans are the host's.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence

@@ -19,8 +19,6 @@ An unreachable peer delays no other one and is dialed until it answers. At most 
 peer: the server keeps the last connection of a name, which must be the one kept here.
 """
 
-from __future__ import annotations
-
 import logging
 import select
 import threading

@@ -6,8 +6,6 @@ peers may be on other nodes it serves both ways, because a replaced worker may n
 memory.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

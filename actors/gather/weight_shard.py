@@ -7,8 +7,6 @@ Gathered mode has a slot for every layer. Hybrid mode has a window of a few, whi
 from the host store: requested layers first, then those that come next in a pass.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

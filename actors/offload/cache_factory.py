@@ -1,7 +1,5 @@
 """Expert caches and predictors of a worker, as configured by the section `experts`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -15,8 +15,6 @@ On a CPU (`CachedBackend`), missing experts are read on demand into host slots:
 A micro-batch runs each expert as it becomes available and is not ready while none is.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 

@@ -9,8 +9,6 @@ A record is read in parts, so that a read can be cancelled half-way. A file larg
 is read past the page cache, which would hold each expert twice and evict other pages.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import mmap

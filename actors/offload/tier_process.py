@@ -10,8 +10,6 @@ worker owns an entry in state FREE or an end state; the reader owns it in betwee
 the state last. The process ends when the worker closes the bell.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The reference pass of a prefill worker: durations of its layers (MoE-Prefill, Appendix B.4)."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A model's shape as plain numbers for the planner, which does not import models/."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import torch

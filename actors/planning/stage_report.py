@@ -1,7 +1,5 @@
 """Task spans condensed to the times that the planner learns from."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -19,8 +19,6 @@ Links keep the order within a priority class only, so COMMITTED is sent in both 
 The attention ranks' side is in actors/rebalance/placement_transition.py.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Loading the experts of a placement generation on an expert rank."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

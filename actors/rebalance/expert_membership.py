@@ -15,11 +15,9 @@ attempt it carries. Acquiring a released failover placement again is a new attem
 the previous attempt is ignored.
 
 Every attention rank decides on its own. The failover placement is a pure function of the generation
-and the lost ranks (planner/placement/resize.py), so that ranks which see the same loss acquire
-the same placement.
+and the lost ranks (planner/placement/resize.py), so that ranks which see the same loss acquire the
+same placement.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Final

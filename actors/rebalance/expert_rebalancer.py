@@ -1,7 +1,5 @@
 """Placement transitions and leases of an expert rank, and their outcomes."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Owned by the backend's thread. `AttentionGenerations` and `ExpertMembership` hol
 module sends and receives the packets.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable
 

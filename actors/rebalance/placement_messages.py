@@ -1,7 +1,5 @@
 """Packets about placement generations, and leases of attention ranks on them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable

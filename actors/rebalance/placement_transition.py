@@ -7,8 +7,6 @@ layer uses an older one. See actors/rebalance/expert_generations.py for the expe
 for attempts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Final
 

@@ -4,8 +4,6 @@ An asyncio loop on its own thread does the I/O. The rank's loop exchanges whole 
 through two queues, so that a slow client never delays a layer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -4,8 +4,6 @@ Overlapping spans, batches and packets in transfer, are "async" events. Times of
 shifted onto one: `shift_s` is the offset of each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

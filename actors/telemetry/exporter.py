@@ -4,8 +4,6 @@ The page is `prometheus_client`'s WSGI application behind a bearer token. Its pa
 id, so that a process that later gets the same port does not answer for this one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -7,8 +7,6 @@ The batch service, a prefill worker and the ingress get SIGKILL in turn. A kille
 the requests that were under way, a killed worker those that it computed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

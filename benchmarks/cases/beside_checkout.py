@@ -9,8 +9,6 @@ Each pair of blocks asks one server, then the other, the order changing from pai
 ratios are after / before within a pair.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

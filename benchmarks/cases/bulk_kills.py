@@ -12,8 +12,6 @@ SIGKILL too, and a new node joins. Rows are short sentences, made up or from the
 --data.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random

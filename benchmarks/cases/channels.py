@@ -7,8 +7,6 @@ Bandwidth is from private memory of one process to private memory of the other: 
 two copies, one on either core.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -7,8 +7,6 @@ llama.cpp takes part with the medium model, if its packages are installed. `tran
 fastest implementation of each phase.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

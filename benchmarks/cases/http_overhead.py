@@ -6,8 +6,6 @@ One attention and one expert rank behind the ingress of `tandem serve`, without 
 ways do the same work. One request at a time, the two ways in turn; the overhead is that of a pair.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

@@ -4,8 +4,6 @@ and the log-likelihood of every choice of every item. Both compute in float32.
     python -m benchmarks lm_eval_check --data DATA
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import tempfile

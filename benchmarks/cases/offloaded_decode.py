@@ -14,8 +14,6 @@ run, the bound of prefetch; wrong: never the right experts. stored: experts in t
 format (bfloat16, computed in float32): twice as many in the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

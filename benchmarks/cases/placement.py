@@ -6,8 +6,6 @@
 Needs pymetis (extra `bench`). Placements are solved on the train texts and judged on test texts.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ Needs root and iproute2. For each model and rate, batches of known tasks are mea
 planner's cost models are fitted to them; then plans run in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -9,8 +9,6 @@ It computes a prefix anew for each row. A round's rows have a token in front tha
 have, so that no cache helps from round to round; in sets without prefixes each row has its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

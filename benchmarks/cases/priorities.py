@@ -3,8 +3,6 @@
 Each variant has an attention and an expert rank, each pinned to a core; variants take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

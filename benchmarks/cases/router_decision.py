@@ -5,8 +5,6 @@ what it adds; hashing the prompt is not in it (`hash` times that). Each sample i
 The thread's CPU time, so that other processes on the machine do not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

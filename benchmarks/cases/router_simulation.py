@@ -8,8 +8,6 @@ would be left, for Qwen3-235B-A22B on the H200 of cluster/fleet/hardware_files (
 requests are there from the start. Reports reach the router at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 from collections import deque

@@ -8,8 +8,6 @@ Weights are random, of a layer of Qwen3-30B-A3B; each turn wants other experts, 
 the cache of the processor. Fractions are of the memory's rate, measured here: that is the bound.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

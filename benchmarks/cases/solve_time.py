@@ -6,8 +6,6 @@ checked against the replay. Wall time holds what other processes took of the cor
 thread's own CPU time beside it does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -5,8 +5,6 @@
 As in a decode step: every expert has its own weights, together larger than the caches.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

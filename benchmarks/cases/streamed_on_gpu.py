@@ -10,8 +10,6 @@ prefill executor with its store, on the same attention weights, in turns; the st
 fractions of the threshold that the streamed worker's own calibration gives.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time

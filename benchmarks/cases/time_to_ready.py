@@ -4,8 +4,6 @@
     python -m benchmarks time_to_ready
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

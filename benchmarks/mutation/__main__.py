@@ -8,8 +8,6 @@ A mutant is killed when a test of the files that import its module fails. Needs 
 `bench`). The result lists the survivors: a baseline to compare with.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

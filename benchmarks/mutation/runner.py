@@ -1,7 +1,5 @@
 """A copy of the tree with one change at a time, tested in forks of this process."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -4,8 +4,6 @@ that they are wanted by; then token ids, by the experts that they want; then clu
 Shapes: E experts, V token ids that occur, R ranks, D dims.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import NamedTuple

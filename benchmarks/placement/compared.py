@@ -3,8 +3,6 @@
 Shapes: L layers, R ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

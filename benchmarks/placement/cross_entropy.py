@@ -4,8 +4,6 @@ and experts drawn from multinomials, which are refitted to the fifth that is mos
 Shapes: E experts, V token ids that occur, R ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """EPLB, and balance alone. Shapes: E experts, R ranks, S slots."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

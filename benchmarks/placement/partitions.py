@@ -4,8 +4,6 @@ seeds, and what serves the sample best is taken.
 Shapes: E experts, R ranks, N (token id, expert) pairs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

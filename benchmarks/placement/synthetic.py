@@ -1,7 +1,5 @@
 """Synthetic routing with planted groups of experts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from planner.arrays import Ints

@@ -7,8 +7,6 @@ Texts: the train and test rows of the bundled checkpoint's eight tasks. A file h
 Shapes: P tokens, L layers, K experts.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

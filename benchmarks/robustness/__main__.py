@@ -11,8 +11,6 @@ Exit status 1: an answer was lost or changed, or something is left. As root it r
 of its own, and can fill it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

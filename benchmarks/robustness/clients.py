@@ -1,8 +1,6 @@
 """Clients that ask without a pause, compare each answer with the undisturbed one, and note when
 each piece of a stream came."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

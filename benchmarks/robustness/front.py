@@ -6,27 +6,22 @@ Standard input: a line that says what to serve, then one whenever ranks are else
 with its port once it serves, and ends when standard input does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
-from cluster.fleet.codec import Directory, encode_trace
+from cluster.fleet.codec import Directory
 from cluster.http.server import HttpServer
 from cluster.serving.ingress_app import build_ingress_app
-from cluster.serving.launcher import GroupsClient
-from contracts.clock import monotonic_s
+from cluster.serving.launcher import Launcher
 from contracts.config import TandemConfig
 from contracts.logs import set_up_logging
-from contracts.ranks import RankStatus
-from contracts.traces import TraceResponse, boot_identity
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -59,32 +54,22 @@ class Place:
         self.over.set_result(None)
 
 
-async def _no_metrics() -> list[str]:
-    return []
+class NoLauncher:
+    """Stands in for the launcher's handle: a chaos run has only the ingress's own metrics."""
 
+    def __init__(self) -> None:
+        self.metrics = self.status = self
 
-async def _no_status() -> list[RankStatus]:
-    return []
-
-
-async def _no_trace(_: float) -> bytes:
-    return encode_trace(TraceResponse())
-
-
-async def _clock() -> tuple[float, str]:
-    return monotonic_s(), boot_identity()
-
-
-async def _no_scale(_: bytes) -> tuple[bytes, bytes]:
-    raise ConnectionError("a chaos run has no launcher that adds ranks")
+    async def remote(self) -> list[Any]:
+        return []
 
 
 async def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     orders = _decode_orders(lines.readline())
     set_up_logging(orders.name, orders.config.log)
     place = Place(orders.directory, lines)
-    groups = GroupsClient(_no_metrics, _no_status, _no_trace, _clock, _no_scale)
-    app = await build_ingress_app(orders.config, orders.directory, groups, place.find)
+    launcher = Launcher(NoLauncher())
+    app = await build_ingress_app(orders.config, orders.directory, launcher, place.find)
     front = HttpServer(app, orders.config.http)
     await front.start()
     answers.write(f"{front.port}\n".encode())

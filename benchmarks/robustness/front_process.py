@@ -1,7 +1,5 @@
 """An ingress replica in a child process, and its handle: see front.py."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 

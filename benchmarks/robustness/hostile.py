@@ -3,8 +3,6 @@
 Each kind arrives at Poisson times with a rate of its own. No client may get a 5xx.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -8,8 +8,6 @@ through before, it holds more than ever before. Segments in a /dev/shm of our ow
 processes there are, are counted likewise, for all together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import Counter

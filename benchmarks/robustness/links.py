@@ -4,8 +4,6 @@ Frames of a cut direction go to an unassigned hardware address and are lost with
 needs namespaces only; a slow link needs `tc tbf`.
 """
 
-from __future__ import annotations
-
 from benchmarks.robustness.schedule import Kind
 from benchmarks.support.two_nodes import HEAD, OTHER, TwoNodes, run
 

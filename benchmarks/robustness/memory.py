@@ -1,7 +1,5 @@
 """Memory of a server's processes over time, and whether it grows."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

@@ -4,8 +4,6 @@ A launcher adopts ranks by the records of another one. Wrong: a surviving rank i
 second process has its name, or a replacement has an epoch that was in use before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

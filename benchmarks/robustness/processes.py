@@ -1,7 +1,5 @@
 """Processes of a server by role, and the sockets on which its ranks listen."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The requests of the regular clients, each with one right answer in float32."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from contracts.config import BUNDLED

@@ -1,7 +1,5 @@
 """The report of a run, written after each fault: what is cut off leaves one too."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any, TextIO

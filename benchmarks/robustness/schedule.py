@@ -1,7 +1,5 @@
 """Which faults come, of whom, and when: drawn from a seed. Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """A rank that was stopped and out of reach while another came in its place, and wakes up again."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What came of a run, as numbers, and what must not have. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The token budget of an iteration is schedule.max_batch_tokens, the
 slots are schedule.max_batch_sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from planner.scheduling.batching import ALL, BatchingView, BatchSelection

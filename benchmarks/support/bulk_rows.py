@@ -1,7 +1,5 @@
 """The rows of a bulk job: made, counted as they are answered, and held against the answers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

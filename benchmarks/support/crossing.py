@@ -1,7 +1,5 @@
 """Where a measured curve crosses a level."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

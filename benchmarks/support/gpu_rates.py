@@ -1,8 +1,6 @@
 """What a device does at best: copies from the host's memory, and within its own; and the memory
 that it used."""
 
-from __future__ import annotations
-
 import time
 
 import torch

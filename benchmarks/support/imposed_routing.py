@@ -1,8 +1,6 @@
 """Routing that is imposed on a model with random weights, whose own says nothing: which experts a
 token goes to, and what is foretold of them, right so and so often."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """A file of experts that is read as if they were larger: so many bytes are read and copied for
 each, of which its own are used. Reads and copies are real, their ratio to the compute is chosen."""
 
-from __future__ import annotations
-
 from actors.offload.file_tier import PART_BYTES, ExpertFile, FileRange, FileTier
 from models.experts.expert_format import SlotMemory
 

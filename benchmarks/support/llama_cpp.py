@@ -3,8 +3,6 @@
 python -m benchmarks.support.llama_cpp MODEL.gguf THREADS STREAMS CONTEXT
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

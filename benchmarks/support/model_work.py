@@ -5,8 +5,6 @@ A multiply-add is 2 FLOPs. Attention counts the (query, key) pairs that the caus
 Shapes: D model dim, F FFN dim, E experts, K top-k, H heads, d head dim, V vocabulary, T tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

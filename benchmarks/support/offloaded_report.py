@@ -5,8 +5,6 @@ take, by the link's rate. On demand sum_l (C_l + X_l); with perfect foresight of
 max(C_l, X_l), the first layer on demand (Speculating Experts, Eq. 1; docs/notation.md).
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -3,8 +3,6 @@
 Linux: clock ticks from /proc.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """One batch at a time, of known sequences, under a given plan, on ranks that are each pinned to a
 core."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -2,8 +2,6 @@
 replay, and how much two cores of one machine slow each other down.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Points of benchmarks/cases/planned_overlap.py: on each, the solver's plans, what they should
 take, and what they took."""
 
-from __future__ import annotations
-
 import statistics
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The tables of benchmarks/cases/planned_overlap.py."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ BATCHING in the environment: a name of benchmarks/support/batching_baselines.py;
 configured.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

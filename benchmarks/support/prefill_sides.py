@@ -1,7 +1,5 @@
 """Who computes the rows of the prefill benchmarks: token ids in, logits of candidates out."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints with random weights, in Hugging Face's format, of any size that fits the disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A model with random weights that never were on a disk: made on the device, a layer at a time, and
 its experts copied to the host's memory as well."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import time

@@ -1,7 +1,5 @@
 """Requests with given arrival times, straight to one rank's socket, without an ingress."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Prefill-only requests of the shared data sets and traces, as a router sees them."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib

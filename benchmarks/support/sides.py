@@ -1,8 +1,6 @@
 """The two sides of `benchmarks.cases.engines`, with the same two methods: `prefill`
 runs rows as prompts, `decode` continues them greedily."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A prefill worker of the router's simulation: queue, prefix cache, steps, and its log."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 

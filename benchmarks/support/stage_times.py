@@ -1,7 +1,5 @@
 """How long each task of a batch kept its rank or its link busy, from the spans of the ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

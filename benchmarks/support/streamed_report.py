@@ -1,7 +1,5 @@
 """What the samples of benchmarks/cases/streamed_on_gpu.py amount to."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

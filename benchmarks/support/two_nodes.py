@@ -6,8 +6,6 @@ Processes, /tmp and /dev/shm are shared by both: TCP channels cross the link, sh
 around it. Needs root and iproute2. The kernel may lack `netem`: rates are limited, delays are not.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ of a move through shared memory.
 sender and copying out by the receiver are part of it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Files of a batch service: uploads in pieces, reading, deletion, lifetimes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

@@ -1,7 +1,5 @@
 """Lines of large files: reading, durable writing, and ids that occur twice."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence

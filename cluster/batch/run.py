@@ -8,8 +8,6 @@ request with a line in either file is never sent again. After a crash an incompl
 off; its request, and those that were under way, are sent again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

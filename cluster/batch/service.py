@@ -8,15 +8,13 @@ The state is in `Store`. A service that starts continues the unfinished batches 
 those of other models wait for a server of theirs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -31,7 +29,6 @@ from cluster.http.batch_types import (
     BatchList,
     BatchObject,
     DeletedFile,
-    FileObject,
     FileOwner,
     PageQuery,
     RequestCounts,
@@ -45,10 +42,8 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.batch")
 
-Listed = TypeVar("Listed", FileObject, BatchObject)
 RETRY_S = 5.0  # of a batch whose storage or ranks fail
 SWEEP_EVERY_S = 10.0
-ABANDONED_UPLOAD_S = 600.0
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
 

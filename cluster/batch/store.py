@@ -8,8 +8,6 @@ A record is written after the content that it names. Folder `work` is always loc
 uploads, and the output of unfinished batches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -21,8 +21,6 @@ of a text share their tokens up to `{label}`: put it last. (MoE-Prefill, Section
 with K candidates becomes K binary siblings.)
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -11,8 +11,6 @@ alternative. With shared prefixes each position that a label continues from is c
 of one token each need no pass beyond the prompt.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,7 @@
 """Declaration of `tandem`'s commands, and one-line errors for wrong arguments."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
-import importlib.metadata
 import re
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,14 +56,6 @@ def add_command(
     )
     command.set_defaults(run=run)
     return command
-
-
-def version() -> str:
-    """Return the installed version, or a note for a checkout."""
-    try:
-        return importlib.metadata.version("tandem-moe")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed: a checkout"
 
 
 def pretty(value: Any) -> str:

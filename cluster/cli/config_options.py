@@ -1,7 +1,5 @@
 """Command-line options that set configuration keys."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generator of docs/configuration.md: `python -m cluster.cli.config_page`."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import groupby
 from pathlib import Path

@@ -3,8 +3,6 @@
 A key's meaning is the string below its field in contracts/config.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

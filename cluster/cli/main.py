@@ -3,8 +3,6 @@
 Errors are one line on standard error with exit status 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io
@@ -14,11 +12,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cluster.cli.arguments import EXIT_ERROR, Parser, version
+from cluster.cli.arguments import EXIT_ERROR, Parser
 from cluster.cli.commands import operate, plan, profile, serve, workload
 from cluster.serving.ray_environment import prepare_ray_environment
 from contracts.config import LogConfig
 from contracts.errors import TandemError
+from contracts.import_path import version
 from contracts.logs import set_up_logging
 
 

@@ -10,8 +10,6 @@
 Lost and silent ranks are left to the supervisor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

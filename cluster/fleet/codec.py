@@ -3,8 +3,6 @@
 Separate from modules with Serve deployments: module-level msgspec codecs there cannot be pickled.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 import contracts.errors

@@ -4,8 +4,6 @@ A prefill worker with resident experts has the whole model and generates when th
 rank, so colocation is a matter of settings: workers take the place of attention and expert ranks.
 """
 
-from __future__ import annotations
-
 import logging
 
 import msgspec

@@ -6,8 +6,6 @@ supervisor thread: every CHECK_PERIOD_S request the status of each rank
         GiveUp  ─> the group is beyond repair; the server's owner ends it
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

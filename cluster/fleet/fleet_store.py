@@ -1,7 +1,5 @@
 """Record of a launcher's ranks in Ray's GCS, for adoption by its successor."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence

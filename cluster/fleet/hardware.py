@@ -1,7 +1,5 @@
 """Hardware profiles by file, by the name of a bundled one, or by their fields."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Each pipeline has one placement group and is formed at once. The planner is form
 attention and expert ranks but is a group of its own, because it is replaced alone.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -57,8 +55,7 @@ def launch(
     store: record of the ranks, which then outlive this process; None: they end with it.
     place_timeout_s: None: groups.ready_timeout_s.
     Raises ConfigError for an invalid placement file, ResourceError, CheckpointError and the errors
-    of
-    `launch_pipeline`; nothing is left running then.
+    of `launch_pipeline`; nothing is left running then.
     """
     token = new_token()
     folder = Path(model_folder)

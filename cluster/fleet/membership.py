@@ -12,8 +12,6 @@ The autoscaler changes the number of prefill workers by load: it executes the de
 not yet seen the removal of a worker loses its connection and retries elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

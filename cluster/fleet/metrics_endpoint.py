@@ -6,8 +6,6 @@
 If another cluster of this machine uses the name, the launcher takes the next: tandem-2.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

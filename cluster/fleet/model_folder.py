@@ -1,7 +1,5 @@
 """Resolution of `model.path` to a folder: bundled checkpoint, local folder or hub id."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Placement of ranks on a Ray cluster: resources, placement groups, nodes."""
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -201,8 +199,7 @@ class RankPlacement(NamedTuple):
     """Ranks with a bundle each; bundle i belongs to request i.
 
     nodes: the initial nodes. application: owner, with which they outlive this process; empty: they
-    end
-    with it. name: of the placement group.
+    end with it. name: of the placement group.
     """
 
     requests: list[RankRequest]

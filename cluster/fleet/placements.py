@@ -1,7 +1,5 @@
 """Expert placements of a configuration, and the memory they need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -66,8 +64,7 @@ def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) ->
     """Return the placement of `placement.file`, or None without one.
 
     Raises ConfigError if it belongs to another model or group, or if its slots exceed this
-    machine's
-    memory, which holds all ranks unless a cluster exists.
+    machine's memory, which holds all ranks unless a cluster exists.
     """
     if config.placement.file is None:
         return None

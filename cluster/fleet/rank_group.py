@@ -5,8 +5,6 @@ restart ── place, prepare, connect, start ──> replacements with epoch + 
     node lost ─> the same on another node as soon as one has room
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -92,8 +90,7 @@ class Member:
         """Return the rank's problem, or an empty string.
 
         Called about every CHECK_PERIOD_S from one thread. stalled_s: time the caller itself was
-        stalled
-        since the last call.
+        stalled since the last call.
         """
         if self._status_call is None:
             self._status_call, self._status_called_s = self.handle.call("status"), now_s
@@ -140,8 +137,7 @@ class RankGroup:
     """A group of ranks; any thread reads it, the supervisor's threads change it.
 
     kind: of its first rank. draining: removed members that have not ended. beyond_repair: reason
-    that
-    it cannot serve any more, or empty.
+    that it cannot serve any more, or empty.
     """
 
     def __init__(self, members: Sequence[Member], group_spec: GroupSpec) -> None:

@@ -6,8 +6,6 @@ attention and expert ranks  repair         replace_each; end the server after th
 planner                     replace_each   ranks use default plans meanwhile
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,8 +18,7 @@ class GroupHealth(NamedTuple):
     """Health of a group.
 
     names: all ranks. problems: reason by name, of ranks that are not being replaced; replaced:
-    reasons
-    of the others. unavailable_s: how long the longest unavailable rank has been without a
+    reasons of the others. unavailable_s: how long the longest unavailable rank has been without a
     replacement.
     """
 

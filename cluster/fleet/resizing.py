@@ -8,8 +8,6 @@ requests it (cluster/http/admin.py). With an autoscaler, the number of prefill w
 minimum.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Location and format of the launcher's list of Prometheus targets."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Final

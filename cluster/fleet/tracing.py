@@ -6,8 +6,6 @@ send ────────> rank's clock ────────> reply     
  t0               clock                  t1        with a precision of half of it
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol

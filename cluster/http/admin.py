@@ -3,16 +3,11 @@
 `POST /scale` changes the number of ranks of a running server, `GET /scale` reports the progress.
 """
 
-from __future__ import annotations
-
 import asyncio
-import importlib.metadata
 import logging
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -29,6 +24,7 @@ from cluster.http.responses import json_response
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError
+from contracts.import_path import version
 from contracts.logs import event
 from contracts.metrics import Pipeline
 from contracts.ranks import RankStatus
@@ -47,7 +43,6 @@ log = logging.getLogger("tandem.ingress")
 
 MAX_BODY_BYTES: Final = 4096
 REPLY_TIMEOUT_S: Final = 15.0
-DISTRIBUTION = "tandem-moe"
 
 PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
 
@@ -222,18 +217,6 @@ async def _scrape(app_state: AppState) -> str:
             reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
             event(log, "rank_metrics_failed", logging.WARNING, error=reason)
     return merge_expositions(texts)
-
-
-def version() -> str:
-    """Return the version of the installed package, else that of pyproject.toml."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if not project.is_file():
-        return "unknown"
-    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 class ScrapeCoalescer:

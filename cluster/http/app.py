@@ -24,7 +24,6 @@ from cluster.http.admin import (
     start_scale,
     status_of,
     trace,
-    version,
 )
 from cluster.http.authenticator import Authenticator
 from cluster.http.batch_types import BatchService
@@ -53,6 +52,7 @@ from cluster.routing.pipeline_backend import Backend
 from contracts.clock import Clock, monotonic_s
 from contracts.config import BatchConfig, HttpConfig, LimitsConfig
 from contracts.errors import NotReadyError, TandemError, UnknownModelError
+from contracts.import_path import version
 from contracts.logs import event
 from contracts.metrics import RequestOutcome
 from models.text.tokenizer import Tokenizer

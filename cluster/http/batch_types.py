@@ -1,7 +1,5 @@
 """Files and batches as OpenAI's API has them, and the interface of the service that keeps them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec

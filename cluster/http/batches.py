@@ -1,7 +1,5 @@
 """`/v1/files` and `/v1/batches`: checks, uploads in pieces, and calls of the batch service."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import quote

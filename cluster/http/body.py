@@ -5,8 +5,6 @@ unsupported fields, model, combinations of fields, then the prompt: tokens, voca
 The first failure is reported. No rank receives anything before all checks pass.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import contextlib

@@ -4,8 +4,6 @@ The last two are vLLM's: the tokens of a text or conversation, and the text of t
 rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

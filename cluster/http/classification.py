@@ -5,8 +5,6 @@ query followed by an item (`item_first`: the reverse). The scores are probabilit
 vocabulary, or with `apply_softmax` among the labels only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """`POST /v1/completions`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

@@ -7,8 +7,6 @@ ones. A proven connection with a request at work is never closed.
 The module uses neither clock nor socket: time is passed in, connections are called.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """The mapping of errors to HTTP: every error becomes an OpenAI error body here."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

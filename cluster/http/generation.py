@@ -4,8 +4,6 @@ An echoed prompt may be as long as the context, with many alternatives per token
 processed in slices, so that other requests can run in between.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Compilation of grammars in a process that a deadline and a memory limit may end."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 `guided_choice: [...]` and `structured_outputs: {"choice": [...]}` mean the same.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

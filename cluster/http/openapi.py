@@ -3,8 +3,6 @@
 Types and bounds of fields come from the structs in `schemas.py` and `response_types.py`.
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any, NamedTuple
 

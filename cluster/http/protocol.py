@@ -9,8 +9,6 @@ Bytes that complete neither a head nor a piece of a body (an incomplete head, ch
 trailers) are counted: beyond http.max_header_bytes they are a 431. uvicorn does not bound them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """Request ids and the access log."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

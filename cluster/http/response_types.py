@@ -3,8 +3,6 @@
 Long parts of answers are built from pieces of JSON (`responses.py`); tests compare the two.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -4,8 +4,6 @@ They pass the same checks as requests of clients and get the same answers. They 
 caller is known. All are best effort.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

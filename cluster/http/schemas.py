@@ -6,8 +6,6 @@ Unknown fields are rejected. Fields that are known but not supported are declare
 without effect can be accepted.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec

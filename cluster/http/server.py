@@ -5,8 +5,6 @@ a write to the client's socket. `protocol.py` bounds what a client may send and 
 `connections.py` decides which connection closes when there is no room.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -7,8 +7,6 @@
 A grammar is compiled before any rank receives it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ The stop string that is *completed first* ends the text, and among those the one
 the result does not depend on how the tokens were batched.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tools of a chat: what the model may call, and earlier calls as the template receives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Client of `tandem scale`: requests new numbers of ranks and follows the change."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Final

@@ -1,7 +1,5 @@
 """HTTP client of the commands: server address, key, and one-line errors."""
 
-from __future__ import annotations
-
 import ipaddress
 import ssl
 import time

@@ -1,7 +1,5 @@
 """Client of `tandem status`: a server's state as a table."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple

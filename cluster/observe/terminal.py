@@ -1,7 +1,5 @@
 """Console on standard output or standard error."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from rich.console import Console

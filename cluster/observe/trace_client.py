@@ -1,7 +1,5 @@
 """Client of `tandem trace`: records all processes of a running server into a file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Final

@@ -6,8 +6,6 @@ later sequences leave some slots to the first sequences of others and wait in a 
 share.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

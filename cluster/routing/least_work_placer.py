@@ -6,8 +6,6 @@ busy ranks are chosen by prefix match, ranks without a match by load, and a pref
 share does not direct them all to one rank. Requests wait in the ingress while no rank has room.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence

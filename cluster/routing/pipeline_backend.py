@@ -4,8 +4,6 @@ Requests that one pass answers (no sampling, or at most one token) run on prefil
 generations on attention ranks. If only one kind is deployed, it runs all requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter, deque

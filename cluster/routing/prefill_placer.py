@@ -5,8 +5,6 @@ put ─> Backlog ─ take ─> Ticket.send ─> prefill worker
           └──── Router <── PrefillWorker <──┘ then the answers, to their tickets
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The ranks of one kind that an ingress uses: membership, addresses, availability, discovery."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

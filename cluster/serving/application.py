@@ -4,8 +4,6 @@ Other applications may run beside it and are not touched. They share no route: c
 ingress's own port, not Serve's proxy.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

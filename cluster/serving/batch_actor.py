@@ -6,8 +6,6 @@
 it dies; it then continues from the files of `batch.storage`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -115,13 +113,10 @@ class BatchActor:
         telemetry = Telemetry()
         app = await build_row_app(self._config, directory, telemetry)
         self._metrics = MetricsEndpoint(
-            self._config, telemetry, "batches", f"batches-{os.getpid()}", self._register
+            self._config, telemetry, "batches", f"batches-{os.getpid()}", self._groups.export.remote
         )
         await self._metrics.open()
         return RowClient(app)
-
-    async def _register(self, target: bytes) -> None:
-        await self._groups.export.remote(target)
 
 
 def start_batch_actor(config: TandemConfig, on_head: dict[str, float]) -> Any:

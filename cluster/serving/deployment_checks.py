@@ -3,8 +3,6 @@
 Serve first ends the replicas that it replaces, so that an error after this ends the service.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Ray ends a process that has lost the GCS for 60 s, with a C++ message and exit s
 wait for the GCS cannot be interrupted, so the watch ends the process before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Assembly of the ingress: tokenizer, rank clients, pipelines, HTTP application."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -27,7 +25,7 @@ from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import FindRanks, RoutingConfig
-from cluster.serving.launcher import GroupsClient, Launcher
+from cluster.serving.launcher import Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.errors import NotReadyError
 from contracts.interpreter import freeze_heap
@@ -164,7 +162,7 @@ async def build_row_app(
 async def build_ingress_app(
     config: TandemConfig,
     directory: Directory,
-    groups_client: GroupsClient,
+    launcher: Launcher,
     find: FindRanks,
     batches: BatchService | None = None,
     telemetry: Telemetry | None = None,
@@ -177,7 +175,6 @@ async def build_ingress_app(
     async with asyncio.timeout(CONNECT_DEADLINE_S):
         await backend.wait_serving(RANK_WAIT_S)
     freeze_heap()
-    launcher = Launcher(groups_client)
     app = build_app(
         backend,
         tokenizer,

@@ -1,17 +1,16 @@
 """Requests of an ingress to the launcher, which is another replica."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.telemetry.telemetry import merge_expositions
 from cluster.fleet.codec import decode_scale, decode_trace, encode_scale
 from cluster.fleet.tracing import ROUNDS, estimate_offset
+from cluster.http.admin import FIRST_RANK_PID
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError
 from contracts.logs import event
@@ -22,42 +21,36 @@ from contracts.traces import ClockOffset, TraceResponse, boot_identity
 log = logging.getLogger("tandem.ingress")
 
 
-class GroupsClient(NamedTuple):
-    """Client of the launcher's deployment. Raises RayError."""
-
-    metrics: Callable[[], Awaitable[list[str]]]
-    status: Callable[[], Awaitable[list[RankStatus]]]
-    trace: Callable[[float], Awaitable[bytes]]
-    clock: Callable[[], Awaitable[tuple[float, str]]]
-    scale: Callable[[bytes], Awaitable[tuple[bytes, bytes]]]
-
-
 class Launcher:
-    """Client of the launcher for the HTTP application. Raises NotReadyError without a reply."""
+    """Client of the launcher for the HTTP application. Raises NotReadyError without a reply.
 
-    def __init__(self, groups: GroupsClient) -> None:
+    groups: handle of the deployment `Groups`.
+    """
+
+    def __init__(self, groups: Any) -> None:
         self._groups = groups
 
     async def metrics(self) -> str:
         """Return the ranks' metrics as Prometheus text, empty without a reply."""
         try:
-            return merge_expositions(await self._groups.metrics())
+            return merge_expositions(await self._groups.metrics.remote())
         except RayError as error:
             event(log, "rank_metrics_failed", logging.WARNING, error=error)
             return ""
 
     async def status(self) -> list[RankStatus]:
         with _answers("rank_status_failed"):
-            return await self._groups.status()
+            found: list[RankStatus] = await self._groups.status.remote()
+        return found
 
     async def trace(self, seconds: float) -> TraceResponse:
         with _answers("trace_failed"):
-            return decode_trace(await self._groups.trace(seconds))
+            return decode_trace(await self._groups.trace.remote(seconds, FIRST_RANK_PID))
 
     async def scale(self, requested: ScaleTarget | None) -> ScaleState:
         with _answers("scale_request_failed"):
             body = b"" if requested is None else encode_scale(requested)
-            return decode_scale(*await self._groups.scale(body))
+            return decode_scale(*await self._groups.scale.remote(body))
 
     async def offset(self) -> ClockOffset:
         """Return by how much this process's clock is ahead of the launcher's."""
@@ -65,7 +58,7 @@ class Launcher:
         with _answers("trace_failed"):
             for _ in range(ROUNDS):
                 sent_s = monotonic_s()
-                shown_s, boot = await self._groups.clock()
+                shown_s, boot = await self._groups.clock.remote()
                 rounds.append(
                     (-monotonic_s(), -shown_s, -sent_s)
                 )  # this clock, as seen by the launcher

@@ -4,8 +4,6 @@ $XDG_STATE_HOME/tandem/NAME/20260131-120000-5f09c2/ serve.log ingress.log groups
                                                     attention-0.log … ray/ (Ray's own)
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

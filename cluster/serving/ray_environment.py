@@ -1,7 +1,5 @@
 """Environment of Ray, part of which is read on import: this module does not import Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 
 from contracts.config import TandemConfig

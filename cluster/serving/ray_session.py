@@ -1,7 +1,5 @@
 """Connection to Ray: an existing cluster, or a local one."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

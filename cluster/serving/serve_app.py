@@ -8,8 +8,6 @@ Behind the ingress Ray carries no request data. A stopped Groups replica ends it
 kill its successor adopts them (cluster/fleet/adoption.py); without one they end by themselves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -45,13 +43,12 @@ from cluster.fleet.launch import launch
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.tracing import TraceLock
-from cluster.http.admin import FIRST_RANK_PID
 from cluster.http.app import App
 from cluster.http.batch_types import BatchService
 from cluster.http.server import HttpServer
 from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
-from cluster.serving.launcher import GroupsClient
+from cluster.serving.launcher import Launcher
 from cluster.serving.log_folder import log_folder
 from cluster.serving.settings import with_environment
 from cluster.serving.shutdown import wait_idle
@@ -85,8 +82,8 @@ class Groups:
     def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
         """Start the launch.
 
-        application: None: that of this replica; empty: an actor of a bulk job, whose
-        ranks end with it and are not adopted.
+        application: None: that of this replica; empty: an actor of a bulk job, whose ranks end with
+        it and are not adopted.
         """
         given = self._config = decode_config(config)
         self._launch_id = launch_id
@@ -350,8 +347,7 @@ class Ingress:
         """Build the connected application.
 
         Errors are reported through Groups: a waiting launcher prints one line and ends; otherwise
-        they are
-        raised and Serve retries.
+        they are raised and Serve retries.
         """
         try:
             return await self._build()
@@ -374,16 +370,14 @@ class Ingress:
         app = self._app = await build_ingress_app(
             self._config,
             directory,
-            GroupsClient(
-                self._rank_metrics, self._rank_status, self._rank_trace, self._clock, self._scale
-            ),
+            Launcher(self._groups),
             self._addresses,
-            cast("BatchService", BatchClient(self._batch_actor)),
+            cast("BatchService", BatchClient(self._groups.batches.remote)),
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
         self._metrics_endpoint = MetricsEndpoint(
-            self._config, telemetry, "ingress", name, self._register_target
+            self._config, telemetry, "ingress", name, self._groups.export.remote
         )
         await self._metrics_endpoint.open()
         if self._config.http.front == "direct":
@@ -393,9 +387,6 @@ class Ingress:
             await self._groups.ingress_listens.remote()
         self._token = directory.token
         return app
-
-    async def _register_target(self, target: bytes) -> None:
-        await self._groups.export.remote(target)
 
     async def drain(self) -> tuple[str, int]:
         """Stop admission. Returns this replica's id and its number of open requests."""
@@ -412,29 +403,6 @@ class Ingress:
         if self._token in (b"", found.token):
             self._found = found.client_addresses | found.prefill_addresses
         return self._found
-
-    async def _batch_actor(self) -> Any:
-        return await self._groups.batches.remote()
-
-    async def _rank_metrics(self) -> list[str]:
-        texts: list[str] = await self._groups.metrics.remote()
-        return texts
-
-    async def _rank_status(self) -> list[RankStatus]:
-        found: list[RankStatus] = await self._groups.status.remote()
-        return found
-
-    async def _rank_trace(self, seconds: float) -> bytes:
-        body: bytes = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
-        return body
-
-    async def _scale(self, requested: bytes) -> tuple[bytes, bytes]:
-        answer: tuple[bytes, bytes] = await self._groups.scale.remote(requested)
-        return answer
-
-    async def _clock(self) -> tuple[float, str]:
-        shown: tuple[float, str] = await self._groups.clock.remote()
-        return shown
 
 
 def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:

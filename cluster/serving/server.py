@@ -1,7 +1,5 @@
 """`tandem serve`: checks, start, wait until every pipeline serves, ordered stop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -3,8 +3,6 @@
 Imports no Ray, so that every command can use it.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Mapping
 from pathlib import Path

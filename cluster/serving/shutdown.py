@@ -4,8 +4,6 @@
 application, ingress and launcher each wait for their open work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """`tandem demo`: serves the bundled model, sends requests, and shows the answers."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`tandem place`: a placement of every layer's experts on ranks, from a routing profile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Pictures by matplotlib (extra `bench`), with one-line errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ msgspec checks the bounds of fields when it decodes; `__post_init__` checks rule
 string below a field is its meaning, with the unit, in `tandem config` and docs/configuration.md.
 """
 
-from __future__ import annotations
-
 from contracts.config.batch import BatchConfig
 from contracts.config.channel import SPIN_S, ChannelConfig
 from contracts.config.devices import refusal

@@ -1,7 +1,5 @@
 """Section `batch`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """Section `experts`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from contracts.config.section import Count, InputPath, Section

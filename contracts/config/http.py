@@ -1,7 +1,5 @@
 """Section `http`."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Section `log`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta

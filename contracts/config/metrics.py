@@ -1,7 +1,5 @@
 """Section `metrics`."""
 
-from __future__ import annotations
-
 from contracts.config.section import OutputFolder, Section
 
 

@@ -1,7 +1,5 @@
 """Section `model`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from contracts.config.section import Count, InputPath, Section

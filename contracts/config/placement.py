@@ -1,7 +1,5 @@
 """Section `placement`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """Base class and field types of the configuration's sections."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """Section `serve`."""
 
-from __future__ import annotations
-
 import re
 
 from contracts.config.section import Section

@@ -1,7 +1,5 @@
 """Section `trace`."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from contracts.config.section import NonNegative, Section

@@ -4,8 +4,6 @@ Letters: E experts, K top-k, D model dim, e slots of the fullest expert rank. A 
 how tokens spread over expert ranks; the default is uniform. docs/notation.md has the formulas.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import msgspec

@@ -9,8 +9,6 @@ outliers. O(1) time and memory per sample, no clock. For a stage with several si
 tokens and pairs), x may be the time that the profile predicts; beta then is a relative speed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -3,8 +3,7 @@
 Conservative: every sample in flight counts as a running one.
 """
 
-from __future__ import annotations
-
+from bisect import bisect_left
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -145,14 +144,13 @@ def _sample_too_long(
 
 def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread) -> int:
     """Return the largest sequence_tokens of which one sample fits, by bisection; 0 if none does."""
-    low, high = 0, deployment.sequence_tokens
-    while low + 1 < high:
-        middle = (low + high) // 2
-        trial = msgspec.structs.replace(deployment, sequence_tokens=middle)
+
+    def exceeds(tokens: int) -> bool:
+        trial = msgspec.structs.replace(deployment, sequence_tokens=tokens)
         memories = rank_memories(shape, trial, usable_bytes, spread)
-        fits = all(memory.max_samples >= 1 for memory in memories)
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+        return any(memory.max_samples < 1 for memory in memories)
+
+    return bisect_left(range(deployment.sequence_tokens), True, 1, key=exceeds) - 1
 
 
 def _gib(num_bytes: float) -> str:

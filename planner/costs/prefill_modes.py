@@ -22,10 +22,9 @@ Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, 
 (docs/notation.md, "Experts that are read").
 """
 
-from __future__ import annotations
-
 import enum
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -137,11 +136,7 @@ def break_even_tokens(
         high *= 2
         if high > MAX_BREAK_EVEN_TOKENS:
             return None
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return bisect_left(range(high), True, high // 2 + 1, key=pays)
 
 
 def _resident(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:

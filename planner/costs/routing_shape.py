@@ -8,8 +8,6 @@
 Letters: E experts, R ranks. docs/notation.md, "Routing of a deployment".
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

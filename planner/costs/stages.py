@@ -4,8 +4,6 @@ FinDEP (Section 3.1) models every stage as alpha + beta * x. Here alpha and beta
 measurements or from a hardware file.
 """
 
-from __future__ import annotations
-
 import math
 
 import msgspec

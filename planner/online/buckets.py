@@ -1,7 +1,5 @@
 """Buckets of batches that are similar enough to share a plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

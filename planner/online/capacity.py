@@ -12,13 +12,12 @@ faster per FLOP than small ones, and a line through small batches misses that. W
 passes x is the FLOPs.
 """
 
-from __future__ import annotations
-
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from contracts.planner_messages import BatchReport, TrafficReport
 from planner.costs.fit import OnlineLinear
@@ -313,15 +312,11 @@ class ReferenceCurve:
             raise ValueError(f"reference times {times}: give one or more, of FLOPs and ms above 0")
 
     def at(self, flops: float) -> float:
-        first, last = self._times[0], self._times[-1]
-        if flops <= first.flops:
-            return first.ms
+        last = self._times[-1]
         if flops >= last.flops:
             return last.ms * flops / last.flops
-        index = bisect_left(self._times, flops, key=lambda time: time.flops)
-        below, above = self._times[index - 1], self._times[index]
-        part = (flops - below.flops) / (above.flops - below.flops)
-        return below.ms + part * (above.ms - below.ms)
+        times_N2 = np.array(self._times)
+        return float(np.interp(flops, times_N2[:, 0], times_N2[:, 1]))
 
 
 class PrefillCapacity:

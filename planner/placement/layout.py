@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.arrays import Array, Bools, Floats, Ints
+from planner.placement.replicas import replica_chooser
 
 HIDDEN = 0.1  # weight of the hidden time
 OVERLOAD = 2.0  # a load of 0.01 over the limit costs as much as 2 % more copies
@@ -187,10 +188,9 @@ class Layout:
 
     def _serve(self, rows: Ints, beside_R: Floats) -> None:
         """Choose the slots of these tokens' pairs. beside_R: loads without them."""
-        table_ER = self.slot_table()
-        sets_MK = self.sample.sets_MK[rows]
-        ranks_MK = serving_ranks(sets_MK, self.sample.weights_M[rows], table_ER >= 0, beside_R)
-        self.slots_MK[rows] = table_ER[sets_MK, ranks_MK]
+        sets_MK, weights_M = self.sample.sets_MK[rows], self.sample.weights_M[rows]
+        chooser = replica_chooser(self.slot_table())
+        self.slots_MK[rows] = chooser.slots(sets_MK, None, weights_M, beside_R)
 
     def _sums(self, rows: Ints) -> Sums:
         slots_MK, weights_M = self.slots_MK[rows], self.sample.weights_M[rows]
@@ -292,43 +292,3 @@ def _by_rank(which_MK: Ints, values_MKR: Array, count: int) -> Floats:
     R = values_MKR.shape[2]
     at_MKR = which_MK[:, :, None] * R + np.arange(R)
     return totals(at_MKR, values_MKR, count * R).reshape(count, R)
-
-
-LOAD_REFRESHES = 16  # of the loads in a pass over the tokens
-
-
-def serving_ranks(sets_MK: Ints, weights_M: Floats, holds_ER: Bools, load_R: Floats) -> Ints:
-    """Return the rank of each pair [M, K]. load_R: pairs of the ranks beside these."""
-    ranks_MK = np.empty_like(sets_MK)
-    only_E = holds_ER.sum(1) == 1
-    where_E = holds_ER.argmax(1)
-    fixed_M = only_E[sets_MK].all(1)
-    ranks_MK[fixed_M] = where_E[sets_MK[fixed_M]]
-    K, R = sets_MK.shape[1], len(load_R)
-    load_R = load_R + totals(ranks_MK[fixed_M], np.repeat(weights_M[fixed_M], K), R)
-    free = np.flatnonzero(~fixed_M)
-    some = max(1, -(-len(free) // LOAD_REFRESHES))
-    for start in range(0, len(free), some):
-        rows = free[start : start + some]
-        chosen = _covered(sets_MK[rows], holds_ER, load_R)
-        ranks_MK[rows] = chosen
-        load_R = load_R + totals(chosen, np.repeat(weights_M[rows], K), R)
-    return ranks_MK
-
-
-def _covered(sets_MK: Ints, holds_ER: Bools, load_R: Floats) -> Ints:
-    """Serve tokens in rounds: each adds to every token the rank that serves most of it."""
-    M, K = sets_MK.shape
-    order_R = np.argsort(np.argsort(load_R, kind="stable"))  # 0: the least loaded
-    open_MKR = holds_ER[sets_MK]
-    ranks_MK = np.full((M, K), -1)
-    rows = np.arange(M)
-    R = len(load_R)
-    while len(rows):
-        held_MR = open_MKR[rows].sum(1)
-        best_M = (held_MR * R - order_R).argmax(1)
-        served_MK = open_MKR[rows, :, best_M]
-        ranks_MK[rows] = np.where(served_MK, best_M[:, None], ranks_MK[rows])
-        open_MKR[rows] &= ~served_MK[:, :, None]
-        rows = rows[(ranks_MK[rows] < 0).any(1)]
-    return ranks_MK

@@ -9,8 +9,6 @@ traffic counts as one mixture, and if the saving exceeds the copying cost within
 the caller has clock and thread.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -11,100 +11,139 @@ A token goes to the fewest ranks that have its experts, among these to the least
 2. For the remaining experts, the rank that has most of them is added, repeatedly.
 3. Pairs that several ranks of their token could serve level the ranks' loads.
 
-`PairwiseChooser` is the rule; `few_ranks.py` computes it in numpy for up to eight ranks and many
-pairs. A set of ranks is an integer with a bit per rank. Shapes: T tokens, K experts of each, E
-experts, R ranks.
+Tokens are served in turn. The load of a rank is its pairs so far, and from the start the pairs of
+experts with one replica. A set of ranks is an integer with a bit per rank. Shapes: T tokens, K
+experts of each, E experts, R ranks.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from planner.arrays import Array, Ints
+from kernels.compiled import compile_on_disk, compiled
+from planner.arrays import Array, Floats, Ints
 
 MAX_RANKS = 56
 MAX_TOP_K = 255
+_MANY = 1e12  # more than the load of any rank
+_ALL = (1 << MAX_RANKS) - 1
 
 
 class RoundRobinChooser:
     """Replica choice for more than MAX_RANKS ranks: token t takes replica t modulo their number."""
 
-    def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
+    def __init__(self, slot_ER: Array) -> None:
         self._replicas_E = (slot_ER >= 0).sum(axis=1)
         self._slots_ER = np.sort(slot_ER, axis=1)[:, ::-1]
 
-    def slots(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
+    def slots(
+        self,
+        topk_ids_TK: Ints,
+        free_rank: int | None = None,
+        weights_T: Floats | None = None,
+        load_R: Floats | None = None,
+    ) -> Array:
         """Return the slot of each pair [T, K]."""
         token_T1 = np.arange(len(topk_ids_TK))[:, None]
         slot_TK: Array = self._slots_ER[topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]]
         return slot_TK
 
 
-class PairwiseChooser:
-    """The rule in a scalar loop for up to MAX_RANKS ranks; as fast as numpy for 100 pairs."""
+class FewestRanksChooser:
+    """The rule above, for up to MAX_RANKS ranks."""
 
-    def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
-        self._slot_ER: list[list[int]] = slot_ER.tolist()
-        self._kind = slot_ER.dtype
-        self._sets_E = [
-            sum(1 << rank for rank, slot in enumerate(slots) if slot >= 0)
-            for slots in self._slot_ER
-        ]
-        self._only_E = [each if not each & (each - 1) else 0 for each in self._sets_E]
+    def __init__(self, slot_ER: Array) -> None:
+        self._slot_ER, self._kind = slot_ER.astype(np.int64), slot_ER.dtype
+        self._sets_E: Ints = (slot_ER >= 0) @ (1 << np.arange(slot_ER.shape[1]))
 
-    def slots(self, topk_ids_TK: Ints, free_rank: int | None) -> Array:
-        """Return the slot of each pair [T, K]. free_rank: a rank that costs a token nothing."""
-        sets_E, only_E, slot_ER = self._sets_E, self._only_E, self._slot_ER
-        load_R, slots = [0] * len(slot_ER[0]), list[int]()
-        rows = topk_ids_TK.tolist()
-        for experts in rows:
-            for expert in experts:
-                if only_E[expert]:
-                    load_R[only_E[expert].bit_length() - 1] += 1
+    def slots(
+        self,
+        topk_ids_TK: Ints,
+        free_rank: int | None = None,
+        weights_T: Floats | None = None,
+        load_R: Floats | None = None,
+    ) -> Array:
+        """Return the slot of each pair [T, K].
+
+        free_rank: a rank that costs a token nothing. weights_T: equal tokens in each, default 1.
+        load_R: pairs of the ranks beside these, default 0."""
+        ids_TK = np.require(topk_ids_TK, np.int64, ("C", "W"))
+        slot_TK, ranks = np.empty_like(ids_TK), self._slot_ER.shape[1]
+        load_R = np.zeros(ranks) if load_R is None else load_R.copy()
+        weights_T = np.ones(len(ids_TK)) if weights_T is None else weights_T
         free = 0 if free_rank is None else 1 << free_rank
-        for experts in rows:
-            chosen = free
-            for expert in experts:
-                chosen |= only_E[expert]
-            left = [sets_E[expert] for expert in experts if not sets_E[expert] & chosen]
-            if left:
-                chosen |= _fewest(left, load_R)
-            for expert in experts:
-                ranks = members(sets_E[expert] & chosen)
-                rank = ranks[0]
-                for other in ranks[1:]:
-                    if load_R[other] < load_R[rank]:
-                        rank = other
-                if not only_E[expert]:
-                    load_R[rank] += 1
-                slots.append(slot_ER[expert][rank])
-        return np.array(slots, self._kind).reshape(topk_ids_TK.shape)
+        _choose(ids_TK, weights_T, self._sets_E, self._slot_ER, free, load_R, slot_TK)
+        return slot_TK.astype(self._kind)
 
 
-def _fewest(left: list[int], load_R: Sequence[int]) -> int:
-    """Return a small set of ranks for `left`: greedily the most common, least loaded rank."""
-    chosen = 0
-    while left:
-        _, ties = most(tuple(left))
-        rank = min(ties, key=load_R.__getitem__)
-        chosen |= 1 << rank
-        left = [each for each in left if not each >> rank & 1]
-    return chosen
+def replica_chooser(slot_ER: Array) -> FewestRanksChooser | RoundRobinChooser:
+    """Return the choice of one layer's replicas. slot_ER: -1 on ranks without the expert."""
+    chooser = FewestRanksChooser if slot_ER.shape[1] <= MAX_RANKS else RoundRobinChooser
+    return chooser(slot_ER)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def most(sets: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the most sets that share a rank, and the ranks for which that is reached."""
-    ranks = members(functools.reduce(int.__or__, sets, 0))
-    times = [sum(each >> rank & 1 for each in sets) for rank in ranks]
-    found = max(times, default=0)
-    return found, tuple(rank for rank, n in zip(ranks, times, strict=True) if n == found)
+@functools.cache
+def compile_rule() -> None:
+    """Compile the rule, or read it from disk: before the first batch with replicas."""
+    chooser = FewestRanksChooser(np.array([[0, 1]]))
+
+    def call() -> None:
+        chooser.slots(np.zeros((1, 1), np.int64))
+
+    compile_on_disk(call)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def members(ranks: int) -> tuple[int, ...]:
-    """Return the ranks of a set."""
-    return tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+@compiled
+def _choose(
+    ids_TK: Any, weights_T: Any, sets_E: Any, slot_ER: Any, free: int, load_R: Any, slot_TK: Any
+) -> None:
+    """Fill in the slots. sets_E: ranks of each expert. free: set of ranks."""
+    tokens, top_k = ids_TK.shape
+    for t in range(tokens):
+        for k in range(top_k):
+            if _is_single(sets_E[ids_TK[t, k]]):
+                _add(load_R, sets_E[ids_TK[t, k]], weights_T[t])
+    cost_R, sets_K = np.empty_like(load_R), np.empty(top_k, np.int64)
+    for t in range(tokens):
+        chosen = free
+        for k in range(top_k):
+            sets_K[k] = sets_E[ids_TK[t, k]]
+            chosen |= sets_K[k] if _is_single(sets_K[k]) else 0
+        while True:
+            cost_R[:] = load_R
+            for k in range(top_k):
+                if not sets_K[k] & chosen:
+                    _add(cost_R, sets_K[k], -_MANY)
+            best = _cheapest(cost_R, _ALL)
+            if cost_R[best] >= 0:  # no expert is left
+                break
+            chosen |= 1 << best
+        for k in range(top_k):
+            rank = _cheapest(load_R, sets_K[k] & chosen)
+            if not _is_single(sets_K[k]):
+                load_R[rank] += weights_T[t]
+            slot_TK[t, k] = slot_ER[ids_TK[t, k], rank]
+
+
+@compiled
+def _is_single(ranks: int) -> bool:
+    return ranks & (ranks - 1) == 0
+
+
+@compiled
+def _add(values_R: Any, ranks: int, value: float) -> None:
+    """Add a value to those of a set of ranks."""
+    for rank in range(len(values_R)):
+        values_R[rank] += (ranks >> rank & 1) * value
+
+
+@compiled
+def _cheapest(cost_R: Any, ranks: int) -> int:
+    """Return the rank of a set with the least cost, the first of equals."""
+    best, least = 0, 2 * _MANY
+    for rank in range(len(cost_R)):
+        cost = cost_R[rank] if ranks >> rank & 1 else 2 * _MANY
+        if cost < least:
+            best, least = rank, cost
+    return best

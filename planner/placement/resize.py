@@ -17,8 +17,6 @@ An expert with a replica on a remaining rank is served there; the others are dea
 Experts keep their slots on remaining ranks, so that loaded weights are shared.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence

@@ -10,8 +10,6 @@ With replicas it is an estimate: the best few changes are made, and reverted if 
 Shapes: S slots, E experts, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

@@ -3,8 +3,6 @@
 Shapes: T tokens, K experts of each, E experts, R ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -13,10 +11,12 @@ import numpy as np
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
 from planner.arrays import Array, Bools, Ints
-from planner.placement.few_ranks import FEW_RANKS, SmallGroupChooser
-from planner.placement.replicas import MAX_RANKS, PairwiseChooser, RoundRobinChooser
-
-_Choice = SmallGroupChooser | PairwiseChooser | RoundRobinChooser
+from planner.placement.replicas import (
+    FewestRanksChooser,
+    RoundRobinChooser,
+    compile_rule,
+    replica_chooser,
+)
 
 
 class LayerSlots:
@@ -45,12 +45,12 @@ class LayerSlots:
         kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow integers sort faster
         self.lows_R: Array = np.array([low for low, _ in bounds], kind)
         self._first_E = np.array([each[0] for each in slots], kind)
-        self._choice: _Choice | None = None
+        self._choice: FewestRanksChooser | RoundRobinChooser | None = None
         if len(experts) > len(slots):
             slot_ER = np.full((len(slots), len(bounds)), -1, kind)
             for rank, (low, high) in enumerate(bounds):
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
-            self._choice = _choice(slot_ER)
+            self._choice = replica_chooser(slot_ER)
 
     def held(self, num_experts: int) -> Bools:
         """Return True for each expert on each rank [E, R]."""
@@ -72,18 +72,13 @@ class LayerSlots:
         return self._choice.slots(topk_ids_TK, free_rank)
 
 
-def _choice(slot_ER: Array) -> _Choice:
-    ranks = slot_ER.shape[1]
-    if ranks <= FEW_RANKS:
-        return SmallGroupChooser(slot_ER)
-    return PairwiseChooser(slot_ER) if ranks <= MAX_RANKS else RoundRobinChooser(slot_ER)
-
-
 class ExpertPlacement:
-    """Slots of every layer."""
+    """Slots of every layer. Compiles the choice of replicas, which a failover may need at once."""
 
     def __init__(self, placement: Placement) -> None:
         self.ranks = placement.ranks
+        if self.ranks > 1:
+            compile_rule()
         made: dict[tuple[int, ...], LayerSlots] = {}  # layers are often equal
         for experts in placement.expert_of_slot:
             if experts not in made:

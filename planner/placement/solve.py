@@ -6,8 +6,6 @@ part of the sample is held out: a result that is no better there than the presen
 experts in order, is discarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

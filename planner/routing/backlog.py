@@ -15,13 +15,11 @@ Held requests beyond the last threshold are sent while the home runs a batch, so
 is ready. The last threshold of background requests stays, so that a dry worker can take over from
 the end of the longest queue.
 
-Queues have lanes and turns (planner/routing/backlog.py), so small requests do not wait for a
-large one. For background requests (all but the first of a client's request, and best-effort ones)
-the completion of the last one counts: they stay with their prefix longer and move only if that
-saves more time than it recomputes.
+Queues have lanes and turns (planner/routing/backlog.py), so small requests do not wait for a large
+one. For background requests (all but the first of a client's request, and best-effort ones) the
+completion of the last one counts: they stay with their prefix longer and move only if that saves
+more time than it recomputes.
 """
-
-from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Open requests of one worker and their remaining work (MoE-Prefill, Eq. 2)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Index of the blocks in workers' caches, and of those that open requests will leave there."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -25,13 +23,7 @@ class _Run:
         known, low, high = self.hashes, self.start + 1, min(self.stop, len(hashes))
         if known[high - 1] == hashes[high - 1]:
             return high
-        while low < high:
-            middle = (low + high) // 2
-            if known[middle] == hashes[middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(high), True, low, key=lambda block: known[block] != hashes[block])
 
 
 class PendingBlocks:

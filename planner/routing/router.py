@@ -7,8 +7,6 @@ for all routers, and its *own* requests that the worker has not accepted yet. Pu
 passes reports in and sends the decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ MoE-Prefill, Section 6.2 and Appendix B.4; docs/notation.md describes the recons
 equations.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ A state is a fold over the log alone, so routers agree on it regardless of the o
 reports of different workers arrive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from contracts.routing_messages import (

@@ -8,8 +8,6 @@ communication volumes of MoE-Prefill's Table 1 (per device and layer; reconstruc
                        (N-1)/N of a layer's experts, while the layer before computes
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from contracts.errors import ConfigError

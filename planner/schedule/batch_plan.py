@@ -1,7 +1,5 @@
 """The plan of one batch of sequences of any lengths, prompts and single tokens mixed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

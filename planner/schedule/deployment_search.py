@@ -1,7 +1,5 @@
 """The best split of N devices into attention and expert ranks, and whether to split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

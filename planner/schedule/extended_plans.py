@@ -8,8 +8,6 @@ There is no closed form for unequal micro-batches, but a fast lower bound: `sear
 the order of their bounds until a bound exceeds the best makespan. The result is the exact optimum.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Copies and the busiest rank's shares are means over batches of the sample: the s
 batch delays all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ and the rest is a product. A run of equal token groups is computed at once, beca
 three servers at the pace of the slowest.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ behind it. This defines a plan's makespan in the planner. The executor picks amo
 instead (`actors/engine/executor.py`) and merges token groups at expert ranks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from contracts.traces import Stage, TaskSpan, exposed_communication

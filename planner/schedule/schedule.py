@@ -1,7 +1,5 @@
 """A plan with the times of its tasks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

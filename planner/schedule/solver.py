@@ -10,8 +10,6 @@ experts and E2A; X = a + s; Y = max(c1, e, c2); P = r2*Y; F = max(X, P); Q = c1 
 1)*Y, from the end of attention to the last reply; G = a + Q.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

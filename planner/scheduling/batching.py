@@ -1,7 +1,5 @@
 """Policies for when a rank forms another batch while others run, and what it contains."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence

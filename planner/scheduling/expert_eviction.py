@@ -5,8 +5,6 @@ used expert is the one needed next; the distance between layers avoids this. For
 policies are alike. Each costs a few dictionary operations per use.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal

@@ -1,7 +1,5 @@
 """Moving averages of task times, and the drain rate of a queue."""
 
-from __future__ import annotations
-
 import math
 
 _NEWEST = 0.2  # weight of the latest time

@@ -6,8 +6,8 @@
 
 Used for tasks of micro-batches on attention ranks and prefill workers
 (planner/scheduling/task_order.py), and for queue heads on expert ranks
-(planner/scheduling/task_order.py). QLLM (Section 4) preempts at layers and experts in one
-process; here an LS pass visits both groups at every layer and would meet a whole BE task each time.
+(planner/scheduling/task_order.py). QLLM (Section 4) preempts at layers and experts in one process;
+here an LS pass visits both groups at every layer and would meet a whole BE task each time.
 """
 
 from __future__ import annotations

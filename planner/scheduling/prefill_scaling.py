@@ -12,8 +12,6 @@ Between the two nothing changes, and after a change nothing until the mean has a
 load does not oscillate. Pure: the caller has the clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

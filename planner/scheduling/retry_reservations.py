@@ -7,8 +7,6 @@ Tenants take turns: a new request waits for all reservations of its own tenant, 
 every other tenant plus one. A client that never returns only delays its own tenant.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple

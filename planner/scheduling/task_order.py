@@ -11,8 +11,6 @@ late message never idles the rank:
 NAIVE and PPPIPE have no S tasks of their own (the executor runs S inside A, before A2E).
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Sequence

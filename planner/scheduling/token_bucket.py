@@ -1,7 +1,5 @@
 """Rate limit of one client with bursts."""
 
-from __future__ import annotations
-
 BURST_S = 10.0  # unused time that accumulates
 MIN_BURST = 1.0
 

@@ -4,8 +4,6 @@ A policy is loaded by import path, checked before use and disabled if it fails. 
 never answers.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

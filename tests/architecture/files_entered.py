@@ -4,8 +4,6 @@ open who follows it. Ranks are threads of this process, so theirs count as well.
     python -m tests.architecture.files_entered
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

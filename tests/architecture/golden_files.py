@@ -6,8 +6,6 @@ Each file in `tests/architecture/golden/` is generated from the code. A differen
 a change of the public interface.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Files and syntax trees for the architecture tests."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess

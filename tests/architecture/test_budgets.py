@@ -1,7 +1,5 @@
 """The code base stays within its budgets."""
 
-from __future__ import annotations
-
 from tests.architecture.budgets import budgets, table
 
 

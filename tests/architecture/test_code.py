@@ -1,7 +1,5 @@
 """Rules for all code: imports, environment, logging, decoders, errors."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import pickle

@@ -1,7 +1,5 @@
 """Dashboards show declared metrics, and each panel has a unit, a description and a plain title."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

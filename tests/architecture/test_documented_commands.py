@@ -3,8 +3,6 @@
 Those that need no server are run here, from an empty folder; the others where the table says.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

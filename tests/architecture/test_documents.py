@@ -1,7 +1,5 @@
 """Files, headings and configurations in documents exist and load."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public interface equals its golden files."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.architecture.golden_files import GOLDEN, golden_files

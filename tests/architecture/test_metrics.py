@@ -1,7 +1,5 @@
 """Every declared metric is updated, and nothing else is exported."""
 
-from __future__ import annotations
-
 import ast
 import functools
 

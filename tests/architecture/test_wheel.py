@@ -1,7 +1,5 @@
 """The wheel works unpacked, first on the path, from an empty folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

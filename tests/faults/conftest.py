@@ -1,7 +1,5 @@
 """A model of a few layers, and what it generates undisturbed (float32)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Links when this process lacks memory or descriptors, and when clocks differ."""
 
-from __future__ import annotations
-
 import errno
 import os
 from typing import Any

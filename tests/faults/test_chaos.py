@@ -1,7 +1,5 @@
 """Ten faults under mixed load: the short form of `make chaos`."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -4,8 +4,6 @@ Real ranks, channels and processes, without Ray. Every wait has a deadline; faul
 batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Draining ranks complete or hand over their requests; every stream has the expected tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

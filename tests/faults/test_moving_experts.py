@@ -1,7 +1,5 @@
 """Failures while experts move: the move ends by its deadline, requests continue."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil

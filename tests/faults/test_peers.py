@@ -1,7 +1,5 @@
 """Channels to another process that computes, is stopped, or is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """The planner as a process: requests continue when it is killed or stopped."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

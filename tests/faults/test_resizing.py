@@ -1,7 +1,5 @@
 """Expert ranks are added and removed; every stream ends with the expected tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

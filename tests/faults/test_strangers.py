@@ -1,7 +1,5 @@
 """Silent, slow and noisy strangers on every listening socket of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

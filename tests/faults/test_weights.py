@@ -1,7 +1,5 @@
 """A peer that dies or hangs while experts are gathered from it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Two nodes for the tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 

@@ -3,8 +3,6 @@
 Slow: by default tests/oracle/test_group_fidelity.py holds plans to equal logits, and
 tests/net/test_two_nodes.py a group between two nodes to the right answer."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

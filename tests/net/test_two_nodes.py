@@ -1,7 +1,5 @@
 """Two Ray nodes in two network namespaces of one machine: groups spread over both, TCP channels."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """`python -m tests.net.two_plans`, on the first of two nodes: one batch of the bundled model under
 two plans; prints the logits of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -4,8 +4,6 @@ Written from the paper's task model (Figure 3, Section 3.2), independent of the 
 one shape (max_samples, max_r2, num_layers) are simulated together, as arrays [specs].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What a request may ask of the sampler, in any combination."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from contracts.requests import Sampling

@@ -1,7 +1,5 @@
 """The planner's count of attention calls against the kernel's plan."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The backlog of held requests, and the lanes of its worker queues."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Siblings that diverge inside a block: shared tokens and homes."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The KV block manager and its index of contents under random use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

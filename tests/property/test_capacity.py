@@ -1,7 +1,5 @@
 """Capacity predicted from light traffic against simulated saturated groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

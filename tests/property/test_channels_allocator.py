@@ -1,7 +1,5 @@
 """The segment allocator against a model of every byte."""
 
-from __future__ import annotations
-
 import mmap
 
 import torch

@@ -1,7 +1,5 @@
 """Token choices: the matcher of a generation, and the passes over a trie of labels."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 

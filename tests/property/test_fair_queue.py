@@ -1,7 +1,5 @@
 """The fair queue: no loss, no starvation, bounded shares."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Fits: recovery of exact models, robustness to outliers, non-negative coefficients."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Placement generations: both ends of the protocol on a simulated wire, with faults."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

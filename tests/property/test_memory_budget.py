@@ -1,7 +1,5 @@
 """The memory budget balances for any sequence of operations."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

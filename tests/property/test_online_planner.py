@@ -1,7 +1,5 @@
 """The online planner on a simulated group: warm, cold, drifting; refits that predict better."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Iterator, Sequence

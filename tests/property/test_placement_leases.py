@@ -4,8 +4,6 @@ Random orders of acquire, use, release, loss, load and failure, on links that ke
 a class only and that may delay answers.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Placements: solved, resized, and of failover."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

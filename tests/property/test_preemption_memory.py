@@ -1,7 +1,5 @@
 """LS never waits for blocks that BE holds, and the block counts balance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Scaling of prefill workers under random and constant loads."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

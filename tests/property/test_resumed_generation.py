@@ -1,7 +1,5 @@
 """Generations on lost ranks: the same answer wherever resumed; the limit of attempts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence as SequenceOf
 from types import SimpleNamespace

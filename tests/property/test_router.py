@@ -1,7 +1,5 @@
 """Routers under random use, their block indexes, and the thresholds of Eq. 1 to 3."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

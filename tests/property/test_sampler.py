@@ -1,7 +1,5 @@
 """Sampling against an independent float64 implementation."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf

@@ -1,7 +1,5 @@
 """Bounds of docs/notation.md ("Two classes on one rank") on random schedules."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

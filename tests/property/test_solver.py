@@ -1,7 +1,5 @@
 """Planner mathematics: closed forms, recurrence, replay, solver and extended plans."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec

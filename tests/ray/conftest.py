@@ -4,8 +4,6 @@ Modules with a cluster of their own (adoption, two nodes, `serve deploy`, the do
 do not use these fixtures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

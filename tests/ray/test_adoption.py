@@ -1,7 +1,5 @@
 """Adoption of ranks by a restarted launcher, and the end of orphans."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The tests run in order and take minutes. Causes: a missing scrape, a killed rank
 and an attention rank that delays first tokens. For the other alerts see test_alerts_of_hours.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

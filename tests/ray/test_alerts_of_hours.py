@@ -6,8 +6,6 @@ requests time out; a saturation threshold that is too high; and faults that a po
 time, and a block manager that does not release.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

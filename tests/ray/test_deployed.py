@@ -1,7 +1,5 @@
 """deploy/serve.yaml by `serve run` and `serve deploy`, and the RayJob by `ray job submit`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

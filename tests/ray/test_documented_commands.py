@@ -3,8 +3,6 @@
 The servers start local Ray clusters of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

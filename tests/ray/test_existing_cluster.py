@@ -1,7 +1,5 @@
 """The `tandem` command on an existing Ray cluster, which remains."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Prefill workers scale with the load, and every request is answered correctly."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

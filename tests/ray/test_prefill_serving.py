@@ -3,8 +3,6 @@
 The tests run in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

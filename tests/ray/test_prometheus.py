@@ -3,8 +3,6 @@
 Every panel and every rule has data, and counts equal the load generator's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -3,8 +3,6 @@
 Ranks change by `tandem scale` and by signals; nothing of removed ranks is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

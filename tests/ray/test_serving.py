@@ -4,8 +4,6 @@ A placement file puts 16 experts on 3 ranks: 7, 6 and 7 in each layer, four of t
 run in order; the last ones kill processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

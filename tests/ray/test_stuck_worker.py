@@ -1,7 +1,5 @@
 """Ranks whose threads block: status is answered, and a hung prefill worker is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A server and a real Prometheus with the committed rules at a faster pace."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

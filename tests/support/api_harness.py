@@ -1,7 +1,5 @@
 """The API on a real port with fake ranks on real sockets, all on one background event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

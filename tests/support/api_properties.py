@@ -1,7 +1,5 @@
 """Requests generated from the OpenAPI document, and checks of their answers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

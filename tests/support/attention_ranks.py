@@ -1,7 +1,5 @@
 """Tests with fake attention ranks on real sockets and a pipeline backend in front of them."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -1,7 +1,5 @@
 """Bulk jobs in one process: a router with deterministic answers, and simulated crashes."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

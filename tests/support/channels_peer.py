@@ -1,7 +1,5 @@
 """Peer process of the channel tests. Argument: options as JSON, see `Options`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Endpoints, packets and peer processes of the channel tests."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

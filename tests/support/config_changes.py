@@ -4,8 +4,6 @@
 the folder both ways. The oracle test takes some of them, its slow run all, and pairs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

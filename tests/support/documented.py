@@ -1,7 +1,5 @@
 """Commands in README.md and in the pages for users."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

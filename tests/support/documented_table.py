@@ -3,8 +3,6 @@
 Patterns as in fnmatch; the first match counts.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 from tests.support.documented import Command

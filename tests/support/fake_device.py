@@ -1,7 +1,5 @@
 """A device whose copies and ids come when the dice let them, or when they are waited for."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

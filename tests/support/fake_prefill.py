@@ -1,7 +1,5 @@
 """A fake prefill worker: a FakeRank with a log for the router."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence

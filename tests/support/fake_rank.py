@@ -1,7 +1,5 @@
 """An attention rank without a model: real protocol and socket, deterministic tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The planning problems of FinDEP's testbed A, with the coefficients that the paper prints."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from planner.costs.stages import Linear, PlanSpec, StageModels

@@ -3,8 +3,6 @@
 `python -m tests.support.fork_server FD` serves until the other end of that socket closes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

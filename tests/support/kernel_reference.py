@@ -3,8 +3,6 @@
 Shapes: T tokens, H query heads, G KV heads, d head dim, S context, U tokens, e local experts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

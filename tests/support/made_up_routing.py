@@ -1,7 +1,5 @@
 """Samples of routing, made up."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.placement.synthetic import planted, routing_of

@@ -1,7 +1,5 @@
 """Manifests of deploy/kubernetes as kustomize renders them, and their schemas."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

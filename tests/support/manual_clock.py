@@ -1,7 +1,5 @@
 """A clock that tests control."""
 
-from __future__ import annotations
-
 
 class ManualClock:
     """A clock that only `advance` moves."""

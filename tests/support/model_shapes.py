@@ -1,7 +1,5 @@
 """Shapes of models for tests of the planner: published configurations, and any small ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors as users get them: one line that names what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

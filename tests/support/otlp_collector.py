@@ -1,7 +1,5 @@
 """A receiver of spans by OTLP/HTTP."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue

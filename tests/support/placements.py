@@ -1,7 +1,5 @@
 """Random placements with replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import msgspec

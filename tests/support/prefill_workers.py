@@ -4,8 +4,6 @@
 prints its address and ends when standard input closes.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -1,7 +1,5 @@
 """Identity of another process, as `own_identity` encodes it."""
 
-from __future__ import annotations
-
 import msgspec
 
 from actors.channels import local_process

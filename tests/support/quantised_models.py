@@ -1,8 +1,6 @@
 """Quantised forms of tiny checkpoints, each beside a float32 folder with the values it stands for
 (made without our fast kernels)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

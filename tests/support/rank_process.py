@@ -4,8 +4,6 @@ The parent writes one JSON line per call to the child's standard input and reads
 answer from its standard output; the child stops when its input closes.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Specs of ranks for tests of one of a rank's parts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

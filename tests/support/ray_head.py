@@ -1,7 +1,5 @@
 """A Ray cluster as an operator starts it, and its processes and nodes to be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

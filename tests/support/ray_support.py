@@ -1,7 +1,5 @@
 """Local Ray clusters, and the processes of a served application."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names of the tensors that are read from checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

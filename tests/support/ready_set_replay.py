@@ -5,8 +5,6 @@ tasks that can start. Under AASS and late shared experts the two differ where th
 waits for its experts.
 """
 
-from __future__ import annotations
-
 from planner.schedule.replay import (
     ATTENTION_GROUP,
     Replay,

@@ -1,7 +1,5 @@
 """A prefill worker that keeps a log, and small prompts, for tests of the router."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

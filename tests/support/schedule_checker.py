@@ -8,8 +8,6 @@
 10   every task once and as long as planned: no token is lost (me*r2*E = ma*ag*K*S)
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

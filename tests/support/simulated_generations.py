@@ -4,8 +4,6 @@ Links keep the order within a class only, with any delay. Faults: lost ranks, a 
 only some ranks, failing or slow loads, dropped batches.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

@@ -1,7 +1,5 @@
 """A simulated group with the stage times of a hardware file, with noise."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Sequences arrive, ranks form batches and run them layer by layer, expert ranks m
 Checks the planner's capacity.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

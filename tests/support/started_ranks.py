@@ -1,7 +1,5 @@
 """Ranks that a launcher starts, notifies and ends, without Ray."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future

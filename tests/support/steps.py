@@ -1,7 +1,5 @@
 """What a call costs, counted in lines of Python that it runs: the same on every machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType

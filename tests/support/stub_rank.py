@@ -1,7 +1,5 @@
 """A prefill worker without a model, to measure everything around the engine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

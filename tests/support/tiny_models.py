@@ -4,8 +4,6 @@
 same bytes. `tiny_checkpoint` (tests/conftest.py) caches one per set of arguments and session.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny tokenizers for tests, trained on the spot and written as Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Continuations of prompts, encoded at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from models.text.chat_template import finish

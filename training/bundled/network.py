@@ -56,17 +56,16 @@ class ForwardOutput(NamedTuple):
 class _Slots(NamedTuple):
     """Position of each (token, expert) pair when pairs are sorted by expert, P slots in all.
 
-    Every expert's segment is padded to a multiple of `ALIGN_SLOTS` (with token 0 and weight 0),
-    because the CPU library compiles a kernel per shape and would otherwise compile most of the
-    time:
+    Every expert's segment is padded to a multiple of `ALIGN_SLOTS` (with token 0), because the CPU
+    library compiles a kernel per shape and would otherwise compile most of the time:
 
         |expert 0 .......|pad|expert 1 ....|pad|expert 2 ..........|pad| ...
-        0                    ends[0]           ends[1]                 ends[2]
+        0                  ends_E[0]         ends_E[1]               ends_E[2]
     """
 
     token_P: Tensor
     slot_N: Tensor  # slot of pair n = t * K + k
-    ends: list[int]
+    ends_E: Tensor
 
 
 def _slots(topk_TK: Tensor, experts: int) -> _Slots:
@@ -74,72 +73,27 @@ def _slots(topk_TK: Tensor, experts: int) -> _Slots:
     order_N = flat_N.argsort()
     counts_E = flat_N.bincount(minlength=experts)
     room_E = (counts_E + ALIGN_SLOTS - 1) // ALIGN_SLOTS * ALIGN_SLOTS
-    shift_E = (room_E - counts_E).cumsum(0) - (
-        room_E - counts_E
-    )  # padding before the segment of each expert
+    padding_E = room_E - counts_E
+    shift_E = padding_E.cumsum(0) - padding_E  # padding before the segment of each expert
     slot_N = torch.empty_like(order_N)
     slot_N[order_N] = torch.arange(order_N.numel()) + shift_E[flat_N[order_N]]
-    ends = room_E.cumsum(0).tolist()
-    token_P = torch.zeros(ends[-1], dtype=torch.long)
+    ends_E = room_E.cumsum(0)
+    token_P = torch.zeros(int(ends_E[-1]), dtype=torch.long)
     token_P[slot_N] = torch.arange(flat_N.numel()) // topk_TK.shape[1]
-    return _Slots(token_P, slot_N, ends)
+    return _Slots(token_P, slot_N, ends_E)
 
 
-class _Experts(torch.autograd.Function):
-    """Sum over k of weight[t, k] * expert[topk[t, k]](x[t]), by slices of sorted pairs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        topk_TK: Tensor,
-        weight_TK: Tensor,
-        gate_up_E2FD: Tensor,
-        down_EDF: Tensor,
-    ) -> Tensor:
-        slots = _slots(topk_TK, gate_up_E2FD.shape[0])
-        x_PD = x_TD[slots.token_P]
-        h_P2F = x_PD.new_empty(x_PD.shape[0], gate_up_E2FD.shape[1])
-        _each(slots.ends, lambda e, s: torch.mm(x_PD[s], gate_up_E2FD[e].T, out=h_P2F[s]))
-        gate_PF, up_PF = h_P2F.chunk(2, -1)
-        weight_P1 = torch.zeros(x_PD.shape[0], 1, dtype=x_TD.dtype)
-        weight_P1[slots.slot_N, 0] = weight_TK.flatten().to(x_TD.dtype)
-        act_PF = functional.silu(gate_PF) * up_PF
-        weighted_PF = act_PF * weight_P1
-        y_PD = torch.empty_like(x_PD)
-        _each(slots.ends, lambda e, s: torch.mm(weighted_PF[s], down_EDF[e].T, out=y_PD[s]))
-        ctx.save_for_backward(x_PD, h_P2F, act_PF, weighted_PF, weight_P1, gate_up_E2FD, down_EDF)
-        ctx.slots, ctx.top_k = slots, topk_TK.shape[1]
-        return y_PD[slots.slot_N].view(*topk_TK.shape, -1).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_PD, h_P2F, act_PF, weighted_PF, weight_P1, gate_up_E2FD, down_EDF = ctx.saved_tensors
-        slots: _Slots = ctx.slots
-        dy_PD = grads[0][slots.token_P]
-        dweighted_PF = torch.empty_like(act_PF)
-        ddown, dgate_up = torch.zeros_like(down_EDF), torch.zeros_like(gate_up_E2FD)
-        _each(slots.ends, lambda e, s: torch.mm(dy_PD[s], down_EDF[e], out=dweighted_PF[s]))
-        _each(slots.ends, lambda e, s: torch.mm(dy_PD[s].T, weighted_PF[s], out=ddown[e]))
-        dweight_P = (dweighted_PF * act_PF).sum(-1)
-        dact_PF = dweighted_PF.mul_(weight_P1)
-        gate_PF, up_PF = h_P2F.chunk(2, -1)
-        dgate_PF = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF)
-        dh_P2F = torch.cat((dgate_PF, dact_PF * functional.silu(gate_PF)), -1)
-        dx_PD = torch.empty_like(x_PD)
-        _each(slots.ends, lambda e, s: torch.mm(dh_P2F[s], gate_up_E2FD[e], out=dx_PD[s]))
-        _each(slots.ends, lambda e, s: torch.mm(dh_P2F[s].T, x_PD[s], out=dgate_up[e]))
-        dx_TD = dx_PD[slots.slot_N].view(-1, ctx.top_k, dx_PD.shape[1]).sum(1)
-        dweight_TK = dweight_P[slots.slot_N].view(-1, ctx.top_k).float()
-        return dx_TD, None, dweight_TK, dgate_up, ddown
-
-
-def _each(ends: list[int], do: Any) -> None:
-    start = 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            do(expert, slice(start, end))
-        start = end
+def _experts(
+    x_TD: Tensor, topk_TK: Tensor, weight_TK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """Return the sum over k of weight[t, k] * expert[topk[t, k]](x[t])."""
+    slots = _slots(topk_TK, gate_up_E2FD.shape[0])
+    ends_E = slots.ends_E.int()
+    h_P2F = functional.grouped_mm(x_TD[slots.token_P], gate_up_E2FD.mT, offs=ends_E)
+    gate_PF, up_PF = h_P2F.chunk(2, -1)
+    y_PD = functional.grouped_mm(functional.silu(gate_PF) * up_PF, down_EDF.mT, offs=ends_E)
+    y_TKD = y_PD[slots.slot_N].view(*topk_TK.shape, -1)
+    return (y_TKD * weight_TK[..., None].to(y_TKD.dtype)).sum(1)
 
 
 class Noise:
@@ -236,9 +190,7 @@ class FastForward:
             part.experts.gate_up_proj.to(self._dtype),
             part.experts.down_proj.to(self._dtype),
         )
-        out = _Experts.apply(  # type: ignore[no-untyped-call]
-            x_TD.to(self._dtype), topk_TK, weight_TK, gate_up, down
-        )
+        out = _experts(x_TD.to(self._dtype), topk_TK, weight_TK, gate_up, down)
         with torch.no_grad():
             load_E = torch.zeros(config.num_experts)
             load_E.index_add_(0, topk_TK.flatten(), valid_T1.expand_as(topk_TK).flatten())

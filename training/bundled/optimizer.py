@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _is_fused(param: Tensor) -> bool:
-    """Return whether an expert matrix stacks gate and up, as marked by `network`."""
+    """Return whether an expert matrix stacks gate and up, as marked by `make_optimizers`."""
     return bool(getattr(param, "fused_gate_up", False))
 
 

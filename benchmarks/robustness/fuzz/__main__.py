@@ -8,8 +8,6 @@
 The seed and the number determine a request. Exit status 1: at least one failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

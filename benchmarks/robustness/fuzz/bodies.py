@@ -1,7 +1,5 @@
 """Valid bodies of every POST route, from which mutations start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TEXT = "WINNER! Claim your free prize now, call before midnight."

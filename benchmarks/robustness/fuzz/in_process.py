@@ -1,7 +1,5 @@
 """The API without sockets: requests enter the ASGI application, and ranks that compute nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import traceback

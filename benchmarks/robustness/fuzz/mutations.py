@@ -3,8 +3,6 @@
 `encode` also writes what no JSON library writes: repeated keys, NaN, lone surrogates, invalid text.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """What every answer must be: no 5xx, JSON of the documented shape, within LIMIT_S."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jsonschema

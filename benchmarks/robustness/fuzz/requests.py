@@ -1,7 +1,5 @@
 """Numbered requests: the seed and the number determine each of them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

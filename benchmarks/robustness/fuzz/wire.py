@@ -1,7 +1,5 @@
 """Requests as bytes on a connection, well-formed or malformed, and answers read from it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Commands for running servers and configurations: status, scale, trace, doctor, config."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import MutableMapping

@@ -1,7 +1,5 @@
 """`tandem plan` and `tandem place`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import MutableMapping
 from pathlib import Path

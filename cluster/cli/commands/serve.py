@@ -1,7 +1,5 @@
 """`tandem serve` and `tandem stop`."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Commands that send work: bulk, bench, demo."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """`tandem bench`: open-loop load for a server with OpenAI's API, and what its clients measure."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

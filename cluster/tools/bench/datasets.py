@@ -1,7 +1,5 @@
 """Files that `tandem bench` replays: traces of arrivals and lengths, and conversations."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import zlib

@@ -1,7 +1,5 @@
 """Open-loop HTTP client: sends requests when they are due and measures their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -107,8 +105,8 @@ class HttpLoadGenerator:
     async def run(self, conversations: Sequence[Sequence[RequestResult]], timeout_s: float) -> None:
         """Send the requests and fill in their results.
 
-        Turns of a conversation follow one another; most have one. timeout_s: per request, from
-        sent to end.
+        Turns of a conversation follow one another; most have one. timeout_s: per request, from sent
+        to end.
         """
         target = self._target
         headers = bearer(target.key)

@@ -1,7 +1,5 @@
 """Output of `tandem bench`: tables, JSON and a picture."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

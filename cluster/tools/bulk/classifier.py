@@ -1,7 +1,5 @@
 """Classification of chunks of rows: one tokenizer call, then one scorer call per row."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@
 Two windows are open at a time, so that the last rows of one do not leave workers idle.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Options of a bulk job, and the fingerprint of those that determine its answers."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

@@ -1,7 +1,5 @@
 """Files that survive a crash: the journal of a window, and atomic writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Progress of a job: a bar on a terminal, periodic lines in a log."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Readers of JSONL, CSV and Parquet. Each row is decoded alone: a bad one affects no other."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import deque

@@ -1,7 +1,5 @@
 """Types of a bulk job's rows, from file to answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

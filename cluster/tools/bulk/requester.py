@@ -1,7 +1,5 @@
 """Generation and scoring of rows: each is a request of this process to its own application."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal

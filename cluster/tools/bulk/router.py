@@ -7,8 +7,6 @@ It holds no state worth keeping: when it dies, or does not answer for `ROUTER_TI
 starts another one and sends unanswered rows again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """`tandem bulk`: checks, workers, rows, summary."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -150,8 +150,8 @@ def find_sources(
 ) -> list[Source]:
     """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError.
 
-    notify: called with a line about files that are skipped. output: the job's own folder, which
-    is no input.
+    notify: called with a line about files that are skipped. output: the job's own folder, which is
+    no input.
     """
     found: dict[tuple[object, ...], Source] = {}
     for given in inputs:

@@ -1,7 +1,5 @@
 """Windows of rows, chunks of a window, and the detection of duplicate ids."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Workers of a bulk job: of a running application, or started for the job."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

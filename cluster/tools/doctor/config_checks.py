@@ -1,7 +1,5 @@
 """Checks of this machine and a configuration for `tandem doctor`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Findings of `tandem doctor`: the record, its table, and the check of API keys."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A check returns (level, found) or (level, found, advice), and raises TandemError
 no server starts with.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

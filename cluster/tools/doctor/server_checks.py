@@ -1,7 +1,5 @@
 """Checks of a running server for `tandem doctor --url`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +10,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.fleet.targets_file import read_targets
-from cluster.http.admin import version
 from cluster.http.response_types import Status
 from cluster.observe.server_client import Server, bearer, get_monitored, read_answer
 from cluster.observe.status_client import busy_seconds, fetch_status
 from cluster.tools.doctor.findings import Finding
 from contracts import metrics
 from contracts.errors import ConfigError
+from contracts.import_path import version
 from contracts.ranks import RankStatus
 
 EXPORTER_TIMEOUT_S: Final = 5.0

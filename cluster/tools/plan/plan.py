@@ -1,7 +1,5 @@
 """`tandem plan`: the best schedule and split, alternatives, and modes of prefill."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple

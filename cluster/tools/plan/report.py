@@ -1,7 +1,5 @@
 """Output of `tandem plan`: tables, a picture and a Perfetto trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from actors.telemetry.chrome_trace import write_chrome_trace

@@ -1,7 +1,5 @@
 """`tandem plan` with a routing profile: copies and load of experts in order and placed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SPEC.json of `tandem plan`: stage models, or a model and a machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 

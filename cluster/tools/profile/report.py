@@ -1,7 +1,5 @@
 """Output of `tandem profile`: a table and a plot of the fits, and the routing report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

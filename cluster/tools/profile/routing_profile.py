@@ -1,7 +1,5 @@
 """`tandem profile --routing`: a profile of a checkpoint's routing, from texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """How others form batches."""
 
-from __future__ import annotations
-
 from benchmarks.support.batching_baselines import static_batching
 from contracts.requests import Priority
 from planner.scheduling.batching import ALL, BatchSelection

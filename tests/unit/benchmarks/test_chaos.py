@@ -1,7 +1,5 @@
 """What chaos draws, and what it does not let pass."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

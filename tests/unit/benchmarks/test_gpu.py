@@ -1,7 +1,5 @@
 """All that needs a GPU as one command: what fails, hangs or lacks something is output, and ends."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

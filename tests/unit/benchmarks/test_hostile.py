@@ -1,7 +1,5 @@
 """Hostile clients of the robustness harness against the real API before a fake rank."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FLOPs and bytes of a pass, against numbers taken by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

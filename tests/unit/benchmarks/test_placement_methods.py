@@ -1,8 +1,6 @@
 """What the solver of placements is compared with: every method gives a placement, and finds what is
 plain to see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

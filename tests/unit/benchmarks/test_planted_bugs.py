@@ -1,7 +1,5 @@
 """The planted bugs of the mutation command apply to the code as it is."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from benchmarks.mutation.__main__ import read_bugs

@@ -1,7 +1,5 @@
 """Which rows the speed of prefill-only work is measured on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The checkpoints that benchmarks run on can be loaded, of every family that has its experts so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

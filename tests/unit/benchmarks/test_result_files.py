@@ -1,7 +1,5 @@
 """Result files: every sample while they are few, quantiles where they would be large."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

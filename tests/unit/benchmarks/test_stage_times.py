@@ -1,7 +1,5 @@
 """Stage times taken from spans: of a replayed plan they are the plan's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.support.stage_times import Samples, makespan_ms, micro_batches, stage_samples

@@ -1,7 +1,5 @@
 """The GPU's benchmark of streamed experts, the same way on a CPU."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configuration files, overrides and API keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 

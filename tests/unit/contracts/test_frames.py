@@ -1,7 +1,5 @@
 """Length-prefixed frames."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

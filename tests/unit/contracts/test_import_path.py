@@ -1,7 +1,5 @@
 """Modules in the current folder do not shadow this package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

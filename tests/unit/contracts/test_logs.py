@@ -1,7 +1,5 @@
 """Log format, files and run folders."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

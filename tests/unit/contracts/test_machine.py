@@ -1,7 +1,5 @@
 """Memory and processors within control groups, on fake files of /proc and /sys."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

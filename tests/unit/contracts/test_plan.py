@@ -1,7 +1,5 @@
 """Consistency of plans and placements."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -3,8 +3,6 @@
 The series are synthetic: each declared metric with each of its labels, all shares at 80 %.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

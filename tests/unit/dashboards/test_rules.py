@@ -3,8 +3,6 @@
 The tests use Prometheus's own checker and are skipped without it.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

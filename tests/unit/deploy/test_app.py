@@ -1,7 +1,5 @@
 """The application of `serve deploy`: settings as under `tandem serve`, or a line; without Ray."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

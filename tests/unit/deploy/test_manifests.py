@@ -1,7 +1,5 @@
 """Rendered manifests are valid, and their ports, routes, resources, images and paths exist."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

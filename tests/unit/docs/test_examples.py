@@ -3,8 +3,6 @@
 The Python blocks of a page are one module; its tests are collected here.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

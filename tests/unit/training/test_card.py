@@ -1,7 +1,5 @@
 """The bundled checkpoint's card equals what training would write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

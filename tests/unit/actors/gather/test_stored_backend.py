@@ -1,7 +1,5 @@
 """The executor over a store whose copies are slower than the compute."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts gathered from other workers."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Expert caches and predictors from the configuration."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

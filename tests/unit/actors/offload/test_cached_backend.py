@@ -1,7 +1,5 @@
 """Cached experts give the bits of resident ones, whatever is predicted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts read from a file by a reader process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Plans of an attention rank: requested ahead, checked and counted."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Connection of an attention rank to the expert ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The planner's socket: responses, strangers, broken frames, model changes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The log of a real prefill worker, as clients and routers receive it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sampling on attention ranks and prefill workers."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Lease packets of attention ranks, including invalid ones."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Frames stay below the receiver's limit; a larger event ends its own request only."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """HTTP server for the metrics of one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

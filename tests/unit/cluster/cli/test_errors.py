@@ -3,8 +3,6 @@
 Errors that only a running Ray cluster can find are in tests/ray.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Record of a launcher's ranks, and their adoption by another launcher."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection

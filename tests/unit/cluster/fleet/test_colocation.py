@@ -1,7 +1,5 @@
 """Settings of colocated generation, and its predicted gain."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Placement and formation of a group: the parts that need no Ray cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial

@@ -1,7 +1,5 @@
 """Model folders and placement files at launch."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

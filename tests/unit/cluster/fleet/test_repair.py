@@ -1,7 +1,5 @@
 """Lost ranks: detection, restart, introduction to the others, failure of a group."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

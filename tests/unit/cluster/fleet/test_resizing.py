@@ -1,7 +1,5 @@
 """Ranks that are added and removed while others serve, by request and by load, without Ray."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

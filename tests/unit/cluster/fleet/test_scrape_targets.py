@@ -1,7 +1,5 @@
 """Scrape targets of a cluster in the file that Prometheus reads."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

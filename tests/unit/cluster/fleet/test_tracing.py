@@ -1,7 +1,5 @@
 """Traces of ranks whose clocks differ, or that do not answer."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import msgspec

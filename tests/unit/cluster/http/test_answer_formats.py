@@ -1,7 +1,5 @@
 """Reasoning and tool calls of a chat, with the `openai` client and a scripted rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Invalid requests get a 4xx with an OpenAI error body, never a 5xx."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

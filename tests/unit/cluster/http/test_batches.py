@@ -1,7 +1,5 @@
 """Files and batches over HTTP, with openai's client where it has the call."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

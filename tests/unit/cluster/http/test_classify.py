@@ -1,7 +1,5 @@
 """Classification: prompts, labels, both ways of scoring, order, usage."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

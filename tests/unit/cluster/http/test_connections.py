@@ -1,7 +1,5 @@
 """Connection limits and eviction."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import resource

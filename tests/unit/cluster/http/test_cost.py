@@ -1,7 +1,5 @@
 """Costly requests are rejected before anything is built. Tests watch the process's memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Odd JSON, huge bodies, slow bodies and broken connections do not affect later requests."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

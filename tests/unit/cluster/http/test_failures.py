@@ -1,7 +1,5 @@
 """Failing ranks, disconnecting clients and full queues yield named errors, never a hang."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Mapping

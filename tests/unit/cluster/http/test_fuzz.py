@@ -1,7 +1,5 @@
 """Mutated valid bodies against the API, and planted faults against the fuzzer's oracle."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """API keys that change while the server runs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

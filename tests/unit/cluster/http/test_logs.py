@@ -1,7 +1,5 @@
 """Logs contain request ids, and request text only with log.prompts."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -13,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.admin import version
 from cluster.http.app import App
 from contracts.config import HttpConfig, LogConfig
+from contracts.import_path import version
 from contracts.logs import set_up_logging
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank

@@ -1,7 +1,5 @@
 """The unmodified `openai` client against the API and a fake rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The OpenAPI document is valid and lists all routes, errors and bounds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

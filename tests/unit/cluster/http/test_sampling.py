@@ -1,7 +1,5 @@
 """Sampling fields over HTTP, with a real rank and a tiny model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

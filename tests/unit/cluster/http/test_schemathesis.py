@@ -3,8 +3,6 @@
 About 200 requests by default, over 2,000 with `-m slow`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

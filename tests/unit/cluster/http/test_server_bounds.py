@@ -1,7 +1,5 @@
 """Bounds on heads, trailers, chunks and pipelined requests."""
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deadlines of clients: headers, body, idle connections, reading the answer."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost of /metrics does not depend on the number of scrapers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HTTP options of `tandem serve`, and its readiness check."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

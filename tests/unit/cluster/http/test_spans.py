@@ -1,7 +1,5 @@
 """OpenTelemetry spans of requests: parents, phases, attributes, and collectors that fail."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

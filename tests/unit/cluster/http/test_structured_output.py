@@ -1,7 +1,5 @@
 """Structured output over HTTP, with real ranks of the bundled model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

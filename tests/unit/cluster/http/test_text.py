@@ -1,7 +1,5 @@
 """Stop strings and sequence texts do not depend on token batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

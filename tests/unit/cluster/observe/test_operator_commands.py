@@ -1,7 +1,5 @@
 """`/scale`, `/status`, `/trace` and their commands: answers, failures, silence."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """Admission control: limits, rejections and reservations for retries."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import heapq

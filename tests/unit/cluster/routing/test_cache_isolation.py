@@ -1,7 +1,5 @@
 """Salts isolate the prefix caches of clients."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to attention ranks over real sockets, without HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prefill placer over real sockets: no request is lost or answered twice."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

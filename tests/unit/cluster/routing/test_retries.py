@@ -1,7 +1,5 @@
 """Generations whose rank is lost continue on another rank, invisibly to the client."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

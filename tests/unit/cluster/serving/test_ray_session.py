@@ -1,7 +1,5 @@
 """Which Ray cluster is joined or started, and what happens where that fails; without a cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ray.exceptions import RayError
 
 from cluster.fleet.codec import encode_scale
 from cluster.serving import shutdown
-from cluster.serving.launcher import GroupsClient, Launcher
+from cluster.serving.launcher import Launcher
 from cluster.serving.shutdown import drain, wait_for_shutdown, wait_idle
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError
@@ -119,7 +120,11 @@ async def _silent(*_: Any) -> Any:
     raise RayError("the actor died")
 
 
-SILENT = GroupsClient(_silent, _silent, _silent, _silent, _silent)
+def handle(**methods: Any) -> Any:
+    """Return a deployment handle whose other methods are answered by nobody."""
+    names = ("metrics", "status", "trace", "scale", "clock")
+    calls = {name: SimpleNamespace(remote=methods.get(name, _silent)) for name in names}
+    return SimpleNamespace(**calls)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,7 @@ def test_status_without_launcher_is_not_ready(
         caplog.at_level(logging.WARNING, "tandem.ingress"),
         pytest.raises(NotReadyError, match="the launcher of the ranks does not answer"),
     ):
-        asyncio.run(calls(Launcher(SILENT)))
+        asyncio.run(calls(Launcher(handle())))
     assert event in caplog.text
     assert "the actor died" in caplog.text
 
@@ -153,7 +158,7 @@ def test_launcher_receives_requests_and_clock_is_compared() -> None:
     async def clock() -> tuple[float, str]:
         return monotonic_s() - 3600, "another boot"
 
-    launcher = Launcher(SILENT._replace(scale=scale, clock=clock))
+    launcher = Launcher(handle(scale=scale, clock=clock))
     requested = ScaleTarget(expert_ranks=2)
     assert asyncio.run(launcher.scale(requested)) == ScaleState()
     asyncio.run(launcher.scale(None))

@@ -1,7 +1,5 @@
 """`tandem place` on the bundled model's profile, and on invalid profiles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

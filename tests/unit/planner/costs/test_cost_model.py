@@ -1,7 +1,5 @@
 """Stage models from shapes of models and of routing, against independent counts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

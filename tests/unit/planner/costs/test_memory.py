@@ -1,7 +1,5 @@
 """Samples that fit a device; times with experts read from host memory; prefill modes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

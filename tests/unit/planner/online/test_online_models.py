@@ -1,7 +1,5 @@
 """Stage models learned online, also under other placements and numbers of ranks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

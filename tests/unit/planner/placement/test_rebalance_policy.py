@@ -1,7 +1,5 @@
 """Rebalancing: steps that pay and fit, unique generations, no thrashing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

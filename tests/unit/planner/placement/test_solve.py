@@ -1,7 +1,5 @@
 """The placement solver on samples with known optimum and on poor samples; measures."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

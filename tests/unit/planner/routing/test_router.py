@@ -1,7 +1,5 @@
 """The router's cascade in simple cases, invalid logs, and reports out of order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules of plans, hand-made replays, splits of N devices, and layers of different routing."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Eviction policies of an expert cache."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Preemption in simple cases; random schedules: tests/property/test_share_credit.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rate limits, Retry-After, and reservations of rejected clients; task times."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest

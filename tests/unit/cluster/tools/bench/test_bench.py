@@ -1,7 +1,5 @@
 """`tandem bench` with servers that answer, fail, or do not answer."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import itertools

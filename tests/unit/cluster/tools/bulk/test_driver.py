@@ -1,7 +1,5 @@
 """The driver of a bulk job: lost routers, multi-label rows, fatal errors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

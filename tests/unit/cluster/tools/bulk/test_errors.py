@@ -1,7 +1,5 @@
 """Errors of `tandem bulk`: one line, exit status 2, nothing started."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

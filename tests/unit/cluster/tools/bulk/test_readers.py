@@ -1,7 +1,5 @@
 """Rows from files: a bad row affects no other, in every format."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Bulk jobs that generate or score: options, bodies, output lines."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`tandem doctor --url`: each finding by its cause."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.cli.main import main
 from cluster.fleet import targets_file
 from cluster.fleet.targets_file import targets_path
-from cluster.http.admin import version
 from cluster.http.response_types import PipelineLoad, Status
 from cluster.http.server import free_port
 from cluster.tools.doctor import server_checks
@@ -28,6 +25,7 @@ from cluster.tools.doctor.server_checks import (
     findings_of,
 )
 from contracts import metrics
+from contracts.import_path import version
 from contracts.loading import load_config
 from contracts.ranks import RankStatus
 from tests.support.api_harness import serve_api

@@ -1,7 +1,5 @@
 """`tandem plan`: answers, files, and one error line with the field's name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

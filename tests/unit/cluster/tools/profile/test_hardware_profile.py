@@ -3,8 +3,6 @@
 No test depends on a duration; tests/property/test_fit.py covers the fits.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

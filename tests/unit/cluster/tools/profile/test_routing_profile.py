@@ -1,7 +1,5 @@
 """`tandem profile --routing`: the file it writes, sums of counts, and its output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
