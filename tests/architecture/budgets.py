@@ -58,13 +58,14 @@ def budgets() -> list[Budget]:
     return [
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
         # tasks 2,400; bench 450; inputs 550) and issue 31's operation (600; spans 250); issue 32's
-        # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200.
+        # compiled kernels, threads, colocation 2,200, weights as stored 550, whole passes 200;
+        # issue 35's request locality and alignment of layers 200, volumes and shuffling 200.
         # Benchmarks: 12,350 without engines and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 74_600),
+        Budget("product: lines", _lines(PRODUCT), 75_000),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 49_960),
+        Budget("tests: lines", _lines(("tests",)), 50_290),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_540),
-        Budget("docs and README: words", _words(), 42_600),
+        Budget("docs and README: words", _words(), 42_990),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
