@@ -12,30 +12,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.arrays import Bools, Floats
-from planner.placement.routing import TokenCounts, shares
+from planner.arrays import Bools
+from planner.placement.routing import TokenCounts, share_table
 
 MAX_TOKENS = 256  # of a prompt that are looked up, evenly spaced
-_PRIOR_TOKENS = 1.0  # of mean routing, added to the counts of each id
 
 
 class LocalShares:
-    """Table of the mean share over layers, by token id. Ids without counts have the mean row."""
+    """Table of the mean share over layers, by token id; ids without counts have the mean."""
 
     def __init__(self, layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> None:
         """layers: for each, counted pairs and the experts of each worker [E, W]."""
-        ids = max(
-            (int(counts.ids_N[-1]) + 1 for counts, _ in layers if len(counts.ids_N)), default=0
-        )
-        pairs_VW1 = np.zeros((ids, layers[0][1].shape[1] + 1))
-        for counts, holds_EW in layers:
-            found_VW1 = shares(*counts, holds_EW)
-            pairs_VW1[: len(found_VW1)] += found_VW1
-        all_W1 = pairs_VW1.sum(0)
-        mean_W: Floats = all_W1[:-1] / max(1.0, all_W1[-1])
-        prior = _PRIOR_TOKENS * top_k * len(layers)
-        table_VW = (pairs_VW1[:, :-1] + prior * mean_W) / (pairs_VW1[:, -1:] + prior)
-        self._table_VW = np.concatenate([table_VW, mean_W[None]]).astype(np.float32)
+        self._table_VW = share_table(layers, top_k).astype(np.float32)
 
     def of_tokens(self, token_ids: Sequence[int], start: int = 0) -> list[float]:
         """Return the share of the pairs of tokens [start, end) on each worker; zeros for none.
