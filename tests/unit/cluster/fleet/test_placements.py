@@ -209,18 +209,8 @@ def test_local_shares_follow_the_placement_of_the_workers(tmp_path: Path) -> Non
         one, two = shares.of_tokens(ids)
         assert one + two == pytest.approx(1, abs=1e-5)
         assert other.of_tokens(ids) == pytest.approx([two, one], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("prefill.locality_weight=0",),
-        ("groups.prefill_ranks=1",),
-        ("prefill.experts=gathered",),
-    ],
-)
-def test_local_shares_are_read_only_where_experts_are_divided(settings: tuple[str, ...]) -> None:
-    assert read_local_shares(_divided(*settings), FOLDER, SPEC) is None
+    for off in ("prefill.locality_weight=0", "groups.prefill_ranks=1", "prefill.experts=gathered"):
+        assert read_local_shares(_divided(off), FOLDER, SPEC) is None
 
 
 def test_profile_of_another_model_is_refused_with_both_remedies(tmp_path: Path) -> None:

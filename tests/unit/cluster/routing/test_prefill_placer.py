@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,22 +42,15 @@ def lister(directory: dict[str, str]) -> Any:
 async def test_requests_go_to_the_worker_with_their_experts_unless_it_is_busier() -> None:
     workers = [FakePrefill(0), FakePrefill(1)]
 
-    def locality(token_ids: Sequence[int], start: int) -> list[float]:
-        return [0.0, 2.5] if token_ids[start] >= 1000 else [2.5, 0.0]
-
-    def all_arrived(count: int) -> bool:
-        return sum(len(worker.held) for worker in workers) == count
-
-    async with routing(workers, locality=locality) as router:
+    async with routing(workers, locality=lambda ids, start: [0.0, ids[start] / 400]) as router:
         for worker in workers:
             worker.hold = True
-        tasks = []
-        for number, expected in enumerate(((0, 1), (0, 2), (0, 3), (1, 3))):
-            tasks.append(asyncio.create_task(router.score(job(1000 + 100 * number))))
-            await until(partial(all_arrived, number + 1))
-            assert tuple(len(w.held) for w in workers) == expected
-        for worker in workers:
-            worker.release()
+        tasks: list[asyncio.Task[Scored]] = []
+        for expected in ((0, 1), (0, 2), (0, 3), (1, 3)):
+            tasks.append(asyncio.create_task(router.score(job(1000 + len(tasks)))))
+            await until(lambda: sum(len(worker.held) for worker in workers) == len(tasks))
+            assert tuple(len(worker.held) for worker in workers) == expected
+        resume(*workers)
         await asyncio.gather(*tasks)
 
 
