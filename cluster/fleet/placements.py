@@ -5,19 +5,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from actors.planning.planner_inputs import layer_routing
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.config import TandemConfig
-from contracts.errors import ConfigError
+from contracts.errors import CheckpointError, ConfigError
 from contracts.json_input import read_json_file, struct_from
 from contracts.machine import available_bytes
 from contracts.placement import Placement, PlacementFile
 from contracts.ranks import Group
 from models.prediction.profile_file import checkpoint_digest
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
 from models.weights import layout
 from models.weights.checkpoint import resolve_dtype
-from planner.placement.slots import check_fits, contiguous_line
+from planner.placement.slots import ExpertPlacement, check_fits, contiguous_line
+from planner.routing.local_shares import LocalShares
 
 MIB = 1 << 20
 
@@ -80,6 +84,29 @@ def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) ->
             "slots (`tandem place --spare`), or set experts.slots"
         )
     return placement
+
+
+def read_local_shares(config: TandemConfig, folder: Path, spec: ModelSpec) -> LocalShares | None:
+    """Return the prediction for request routing, or None if it is off or there is no profile.
+
+    Raises ConfigError for a profile of another model or tokenizer, or one without counts.
+    """
+    own = folder / ROUTING
+    path = Path(config.experts.profile) if config.experts.profile else own
+    is_divided = config.prefill.experts == "all_to_all" and config.groups.prefill_ranks > 1
+    if not is_divided or config.prefill.locality_weight == 0 or not path.is_file():
+        return None
+    try:
+        counts = RoutingCounts.read(path, folder, spec)
+    except CheckpointError as error:
+        raise ConfigError(f"{error.message}, or set prefill.locality_weight=0") from None
+    placement = configured_placements(config, folder, spec)[Group.PREFILL]
+    placed = ExpertPlacement(placement)
+    layers = [
+        (layer_routing(counts, layer).counts, placed.layer(layer).held(spec.num_experts))
+        for layer in spec.moe_layers
+    ]
+    return LocalShares(layers, spec.top_k)
 
 
 def placed_bytes(config: TandemConfig, spec: ModelSpec, placement: Placement) -> int:

@@ -20,7 +20,7 @@ from contracts.logs import event
 from contracts.messages import RankState
 from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.routing.backlog import Backlog, Lane
+from planner.routing.backlog import Backlog, Lane, Locality
 from planner.routing.open_requests import RequestWork
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
@@ -148,7 +148,7 @@ class PrefillPlacer:
     """The `Placer` of prefill workers, which are in the order of their ranks.
 
     clients: one per possible worker; without an address it is not started yet. find, follows: see
-    `RankSet`.
+    `RankSet`. locality: see `Backlog`.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class PrefillPlacer:
         find: FindRanks | None = None,
         *,
         follows: bool = False,
+        locality: Locality | None = None,
     ) -> None:
         self.config = config
         self.number = secrets.randbits(ROUTER_BITS)  # identifies this router among all
@@ -170,7 +171,7 @@ class PrefillPlacer:
             block_tokens=config.block_tokens,
         )
         self._router = Router(settings, work)
-        self._backlog = Backlog(self._router, work)
+        self._backlog = Backlog(self._router, work, locality=locality)
         self._clients = clients
         self._workers = {client: worker for worker, client in enumerate(clients)}
         self.ranks: RankSet[PrefillWorker] = RankSet(

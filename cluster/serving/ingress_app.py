@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,6 +15,7 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.colocation import colocated_gain
 from cluster.fleet.model_folder import public_name, resolve_model_folder
+from cluster.fleet.placements import read_local_shares
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
 from cluster.http.batch_types import BatchService
@@ -32,9 +34,10 @@ from contracts.interpreter import freeze_heap
 from contracts.messages import STATE_PERIOD_S
 from contracts.ranks import Group, rank_name
 from contracts.requests import Sampling
-from models.spec.model import read_sampling
+from models.spec.model import ModelSpec, read_sampling
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from planner.routing.backlog import Locality
 from planner.routing.open_requests import work_of
 from planner.routing.saturation import saturation_of
 
@@ -104,7 +107,8 @@ def pipelines(
             LeastWorkPlacer(clients, settings, find=find, connect=connector)
         )
     if directory.prefill_addresses:
-        spec = check_checkpoint(resolve_model_folder(config.model.path))
+        folder = resolve_model_folder(config.model.path)
+        spec = check_checkpoint(folder)
         context_tokens = config.model.context_tokens(spec.max_context_tokens)
         names = [rank_name(Group.PREFILL, rank) for rank in range(config.prefill_slots)]
         worker_addresses = {name: directory.prefill_addresses.get(name, "") for name in names}
@@ -115,9 +119,17 @@ def pipelines(
             work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
             follows=find is not None,
+            locality=_locality(config, folder, spec),
         )
         prefilling = PipelineBackend(backlog)
     return Pipelines(generating, prefilling)
+
+
+def _locality(config: TandemConfig, folder: Path, spec: ModelSpec) -> Locality | None:
+    predicted, weight = read_local_shares(config, folder, spec), config.prefill.locality_weight
+    if predicted is None:
+        return None
+    return lambda ids, start: [weight * share for share in predicted.of_tokens(ids, start)]
 
 
 async def build_row_app(

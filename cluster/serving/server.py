@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.colocation import colocate
 from cluster.fleet.model_folder import check_tokenizer, resolve_model_folder
-from cluster.fleet.placements import check_placement_file
+from cluster.fleet.placements import check_placement_file, read_local_shares
 from cluster.http.server import bind, check_public, check_tls
 from cluster.serving import application
 from cluster.serving.log_folder import log_folder
@@ -117,6 +117,7 @@ def preflight(config: TandemConfig) -> ModelSpec:
             f"{model.num_experts} experts per layer; use at most that many ranks"
         )
     check_placement_file(config, folder, model)
+    read_local_shares(config, folder, model)
     if config.priority.policy is not None:
         load_policy(config.priority.policy)
     check_tls(config.http)

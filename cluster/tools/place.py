@@ -12,6 +12,7 @@ from contracts.errors import ConfigError
 from contracts.placement import Placement, PlacementFile
 from models.prediction.routing_counts import RoutingCounts
 from models.weights.checkpoint import check_checkpoint
+from planner.placement.alignment import aligned
 from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.slots import Line, contiguous, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer, split
@@ -73,17 +74,20 @@ def place(
     spec = check_checkpoint(settings.model_folder)
     slots = slots_of(spec.num_experts, settings.ranks, settings.spare)
     counts = RoutingCounts.read(settings.profile, settings.model_folder, spec)
+    plain = slots_of(spec.num_experts, settings.ranks, 0)
+    routings = [layer_routing(counts, layer) for layer in spec.moe_layers]
+    solved = list[Line]()
+    for routing in routings:
+        solved.append(solve_layer(routing, slots, seed=settings.seed).expert_of_slot)
+        progress(len(solved) / len(routings))
     lines: list[Line] = [()] * spec.num_layers
     rows, tokens = list[LayerReport](), 0
-    for done, layer in enumerate(spec.moe_layers):
-        routing = layer_routing(counts, layer)
-        lines[layer] = solve_layer(routing, slots, seed=settings.seed).expert_of_slot
-        kept = split(routing)[1]
+    placed = aligned(solved, [each.counts for each in routings], slots, spec.num_experts)
+    for layer, routing, line in zip(spec.moe_layers, routings, placed, strict=True):
+        lines[layer], kept = line, split(routing)[1]
         tokens = len(kept.sets_PK)
-        plain = slots_of(spec.num_experts, settings.ranks, 0)
         in_order = _quality(kept, contiguous_line(routing.load(), plain), plain)
-        rows.append(LayerReport(layer, in_order, _quality(kept, lines[layer], slots)))
-        progress((done + 1) / len(spec.moe_layers))
+        rows.append(LayerReport(layer, in_order, _quality(kept, line, slots)))
     placement = Placement(
         num_experts=spec.num_experts, slots_per_rank=slots, expert_of_slot=tuple(lines)
     )

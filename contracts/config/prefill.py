@@ -28,6 +28,10 @@ class PrefillConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_store: OutputFolder | None = None
     """Folder for the expert file of "streamed" and "hybrid". The file is created if the checkpoint
     stores experts in another layout. null: the system's temporary folder."""
+    locality_weight: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """Load, in multiples of a request's work, that routing accepts with "all_to_all" for a worker
+    that has all experts predicted for the prompt, and in proportion for a part of them. Predictions
+    come from experts.profile. 0: route by prefix and load alone."""
     packed_experts: bool = True
     """Transfer experts in the layout of the processor's kernels. false: as plain matrices, for
     workers on different processors."""

@@ -7,7 +7,7 @@ token ids, V token ids, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -208,6 +208,25 @@ def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floa
     here_NR = holds_ER[experts_N] * times_N[:, None]
     columns = [totals(ids_N, column_N, V) for column_N in (*here_NR.T, times_N)]
     return np.stack(columns, 1).reshape(V, R + 1)
+
+
+PRIOR_TOKENS = 1.0  # of mean routing, added to the counts of each condition
+
+
+def share_table(layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> Floats:
+    """Return the smoothed share of each id's pairs on each rank, the mean over layers [V + 1, R].
+
+    layers: counted pairs, and the experts of each rank. The last row is the mean of all ids."""
+    ids = max(int(counts.ids_N.max(initial=-1)) + 1 for counts, _ in layers)
+    pairs_VR1 = np.zeros((ids + 1, layers[0][1].shape[1] + 1))
+    for counts, holds_ER in layers:
+        found_VR1 = shares(*counts, holds_ER)
+        pairs_VR1[: len(found_VR1)] += found_VR1
+    all_R1 = pairs_VR1.sum(0)
+    mean_R = all_R1[:-1] / max(1.0, all_R1[-1])
+    prior = PRIOR_TOKENS * top_k * len(layers)
+    table_VR: Floats = (pairs_VR1[:, :-1] + prior * mean_R) / (pairs_VR1[:, -1:] + prior)
+    return table_VR
 
 
 def rank_of_ids(shares_VR1: Floats) -> Ints:

@@ -22,7 +22,7 @@ more time than it recomputes.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.requests import Caller, Priority
@@ -51,12 +51,13 @@ class Lane(enum.IntEnum):
 
 
 class HeldRequest(NamedTuple):
-    """A waiting prompt; avoid: workers that failed it, the last one last."""
+    """A waiting prompt, with its tokens if known; avoid: workers that failed it, in order."""
 
     prompt: Prompt
     lane: Lane
     caller: Caller = ANONYMOUS
     avoid: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
 
 
 class WorkerQueue:
@@ -132,10 +133,15 @@ class Dispatch(NamedTuple):
     decision: RouteDecision
 
 
+Locality = Callable[[Sequence[int], int], Sequence[float]]
+
+
 class Backlog:
     """Queues of held requests in front of a router's workers; owned with the router.
 
-    policy: of lane FIRST. background_policy: of the other lanes.
+    policy: of lane FIRST. background_policy: of the other lanes. locality: returns the load that is
+    accepted on each worker for its experts, in multiples of a request's work, from the request's
+    tokens and the first of them that is not cached.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Backlog:
         work: RequestWork,
         policy: RoutePolicy = prefix_within_round,
         background_policy: RoutePolicy = prefix_while_busy,
+        locality: Locality | None = None,
     ) -> None:
         workers = router.config.workers
         self._router = router
@@ -159,6 +166,7 @@ class Backlog:
         self._unassigned: dict[RequestKey, HeldRequest] = {}  # while no worker is present
         self._promises = PendingBlocks()
         self._heads = BlockHeadIndex()
+        self._locality = locality
 
     def __len__(self) -> int:
         return len(self._home) + len(self._unassigned)
@@ -174,13 +182,13 @@ class Backlog:
         """Assign a home; `take` returns what to send.
 
         Returns True if it goes at once: a full batch is held for an idle worker. token_ids: the
-        prompt's, if workers share parts of blocks. avoid: workers that failed the request, the last
-        one last; used only as a last resort.
+        prompt's, if workers share parts of blocks, or for locality. avoid: workers that failed the
+        request, the last one last; used only as a last resort.
         """
-        return self._put(HeldRequest(prompt, lane, caller, avoid), token_ids)
+        return self._put(HeldRequest(prompt, lane, caller, avoid, token_ids))
 
-    def _put(self, held: HeldRequest, token_ids: Sequence[int] = ()) -> bool:
-        prompt, lane, caller, avoid = held
+    def _put(self, held: HeldRequest) -> bool:
+        prompt, lane, caller, avoid, token_ids = held
         candidates = self._router.candidates(prompt, self._promises, self._held)
         if avoid:
             candidates = (
@@ -190,6 +198,9 @@ class Backlog:
         heads = self._heads_after(blocks, prompt, token_ids, caller.salt)
         if shared := self._heads.shared_tokens(heads):
             candidates = [self._with_savings(c, blocks, shared) for c in candidates]
+        if self._locality is not None:
+            local = self._locality(token_ids, blocks * self._router.config.block_tokens)
+            candidates = [c._replace(local=round(local[c.worker] * c.added)) for c in candidates]
         chosen = self._policies[lane](candidates, len(self)) if candidates else None
         if chosen is None:
             self._unassigned[prompt.key] = held

@@ -26,7 +26,8 @@ class RouteCandidate(NamedTuple):
     matched_blocks: leading blocks that are committed or pending. added: work of the request. load:
     work of open requests. queued: the part of it in no running batch. threshold: queued work from
     which on the worker is saturated. saved: work of further tokens that the worker has in a block
-    that starts alike. All in one unit; an LS request counts no BE work.
+    that starts alike. local: load that is accepted because the worker has the request's experts.
+    All in one unit; an LS request counts no BE work.
     """
 
     worker: int
@@ -36,6 +37,7 @@ class RouteCandidate(NamedTuple):
     queued: int
     threshold: int
     saved: int = 0
+    local: int = 0
 
 
 RoutePolicy = Callable[[Sequence[RouteCandidate], int], RouteCandidate | None]
@@ -81,7 +83,7 @@ def unsaturated(candidates: Sequence[RouteCandidate]) -> list[RouteCandidate]:
 
 
 def _by_match_then_load(candidate: RouteCandidate) -> tuple[int, int, int]:
-    load = candidate.load - LOAD_FOR_SAVED * candidate.saved
+    load = candidate.load - LOAD_FOR_SAVED * candidate.saved - candidate.local
     return -candidate.matched_blocks, load, candidate.worker
 
 

@@ -60,7 +60,7 @@ def budgets() -> list[Budget]:
         # tasks 2,400; bench 450; inputs 550), issue 31's operation (600; spans 250), issue 32's
         # kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct calls
         # 950, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
-        # times 1,200, and issue 34's families 700, states and sparse attention 1,100.
+        # times 1,200, issue 34's families 700, states and sparse attention 1,100, issue 35's 400.
         # Benchmarks: 12,350 without engines and stored_experts
         Budget("product: lines", _lines(PRODUCT), 79_000),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_300),

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from actors.moe.dispatch import RankSlice, plan_dispatch, recut
+from benchmarks.placement.synthetic import planted
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
+from planner.placement.alignment import aligned
 from planner.placement.layout import EMPTY, Layout, Objective, usual_costs
 from planner.placement.resize import (
     MAX_FAILOVER_RANKS,
@@ -19,7 +21,7 @@ from planner.placement.resize import (
     is_failover,
     resize_placement,
 )
-from planner.placement.routing import ID_LOAD, LayerRouting, rank_of_ids
+from planner.placement.routing import ID_LOAD, LayerRouting, measure, rank_of_ids, shares
 from planner.placement.search import exchanges
 from planner.placement.slots import (
     ExpertPlacement,
@@ -27,6 +29,7 @@ from planner.placement.slots import (
     contiguous,
     contiguous_line,
     first_homes,
+    layer_slots,
 )
 from planner.placement.solve import sample_of, solve_layer
 from tests.support.made_up_routing import any_routing
@@ -89,6 +92,27 @@ def test_incremental_sums_equal_recomputed_sums(layer: Layer, seed: int) -> None
         if rng.random() < 0.3:
             layout.revert(undo)
             _agree(layout)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 2**20))
+def test_aligned_layers_have_token_ids_on_one_rank_and_equal_copies(groups: int, seed: int) -> None:
+    experts, slots, rng = 4 * groups, [4] * groups, np.random.default_rng(seed)
+    routings, lines, labels = [], [], []
+    for layer in range(4):
+        routing, group_E = planted(experts, 2, groups, stray=0.1, tokens=600, seed=seed + layer)
+        routings.append(routing)
+        lines.append(tuple(np.argsort(rng.permutation(groups)[group_E]).tolist()))
+    found = aligned(lines, [each.counts for each in routings], slots, experts)
+    for routing, before, after in zip(routings, lines, found, strict=True):
+        placed = layer_slots(after, slots)
+        figures = measure(routing, layer_slots(before, slots))
+        assert measure(routing, placed) == pytest.approx(figures)
+        shares_VR1 = shares(*routing.counts, placed.held(experts))
+        local_GR = shares_VR1[: 30 * groups, :-1].reshape(30, groups, groups).sum(0)
+        labels.append(local_GR.argmax(1).tolist())
+    assert labels == [labels[0]] * 4
+    assert sorted(labels[0]) == list(range(groups))
 
 
 def _agree(layout: Layout) -> None:

@@ -12,6 +12,7 @@ from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import FindRanks, RoutingConfig
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
+from planner.routing.backlog import Locality
 from planner.routing.open_requests import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.api_harness import ME, QUICK
@@ -136,6 +137,7 @@ async def routing(
     tau: int = UNLIMITED,
     find: FindRanks | None = None,
     coming: Sequence[FakePrefill] | None = None,
+    locality: Locality | None = None,
     **limits: Any,
 ) -> AsyncIterator[PrefillPipeline]:
     """Route to `workers`. coming: workers that `find` may add later; None: the set is fixed."""
@@ -144,7 +146,9 @@ async def routing(
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RoutingConfig(block_tokens=BLOCK, **limits)
     follows = coming is not None
-    backlog = PrefillPlacer(clients, config, saturation, token_work, find, follows=follows)
+    backlog = PrefillPlacer(
+        clients, config, saturation, token_work, find, follows=follows, locality=locality
+    )
     router = PrefillPipeline(backlog)
     router.start()
     try:

@@ -10,7 +10,7 @@ import ray
 
 from cluster.fleet.codec import decode_config, decode_directory, encode_config
 from cluster.fleet.model_folder import resolve_model_folder
-from cluster.fleet.placements import check_placement_file
+from cluster.fleet.placements import check_placement_file, read_local_shares
 from cluster.serving.application import check_present, groups_handle
 from cluster.serving.ray_session import ray_session
 from cluster.serving.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
@@ -61,7 +61,9 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
     TandemError, as `start` does.
     """
     folder = resolve_model_folder(config.model.path)
-    check_placement_file(config, folder, check_checkpoint(folder))
+    spec = check_checkpoint(folder)
+    check_placement_file(config, folder, spec)
+    read_local_shares(config, folder, spec)
     with contextlib.ExitStack() as stack:
 
         def start() -> Any:

@@ -18,6 +18,7 @@ from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.fleet.placements import (
     check_placement_file,
     configured_placements,
+    read_local_shares,
     read_placement,
     write_placement,
 )
@@ -186,6 +187,38 @@ def _config(path: Path, *settings: str) -> TandemConfig:
 
 def _finding(config: TandemConfig) -> Finding:
     return next(one for one in check_config(config, {}) if one.check == "placement")
+
+
+def _divided(*settings: str) -> TandemConfig:
+    groups = [f"groups.{key}" for key in ("prefill_ranks=2", "attention_ranks=0", "expert_ranks=0")]
+    return load_config(None, ["prefill.experts=all_to_all", *groups, *settings])
+
+
+def test_local_shares_follow_the_placement_of_the_workers(tmp_path: Path) -> None:
+    shares = read_local_shares(_divided(), FOLDER, SPEC)
+    turned = [(*range(8, 16), *range(8)) for _ in LAYERS]
+    path = write(
+        msgspec.structs.replace(EVEN, slots_per_rank=(8, 8), expert_of_slot=turned), tmp_path
+    )
+    other = read_local_shares(_divided(f"placement.file={path}"), FOLDER, SPEC)
+    assert shares is not None
+    assert other is not None
+    for ids in ([300, 301], list(range(256, 4000)), [10**6]):
+        one, two = shares.of_tokens(ids)
+        assert one + two == pytest.approx(1, abs=1e-5)
+        assert other.of_tokens(ids) == pytest.approx([two, one], abs=1e-5)
+    for off in ("prefill.locality_weight=0", "groups.prefill_ranks=1", "prefill.experts=gathered"):
+        assert read_local_shares(_divided(off), FOLDER, SPEC) is None
+
+
+def test_profile_of_another_model_is_refused_with_both_remedies(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"rope_theta": 123.0}))
+    with one_line_error(ConfigError, "another checkpoint", "prefill.locality_weight=0"):
+        preflight(_divided(f"model.path={tmp_path / 'model'}"))
+    (tmp_path / "model" / "routing.safetensors").unlink()
+    assert read_local_shares(_divided(), tmp_path / "model", SPEC) is None
 
 
 def test_file_is_for_the_expert_ranks_and_begins_with_generation_0(path: Path) -> None:

@@ -37,6 +37,22 @@ def lister(directory: dict[str, str]) -> Any:
 
 
 @run_async
+async def test_requests_go_to_the_worker_with_their_experts_unless_it_is_busier() -> None:
+    workers = [FakePrefill(0), FakePrefill(1)]
+
+    async with routing(workers, locality=lambda ids, start: [0.0, ids[start] / 400]) as router:
+        for worker in workers:
+            worker.hold = True
+        tasks: list[asyncio.Task[Scored]] = []
+        for expected in ((0, 1), (0, 2), (0, 3), (1, 3)):
+            tasks.append(asyncio.create_task(router.score(job(1000 + len(tasks)))))
+            await until(lambda: sum(len(worker.held) for worker in workers) == len(tasks))
+            assert tuple(len(worker.held) for worker in workers) == expected
+        resume(*workers)
+        await asyncio.gather(*tasks)
+
+
+@run_async
 async def test_requests_go_to_worker_with_prefix_and_load_ends_at_zero() -> None:
     workers = [FakePrefill(0), FakePrefill(1)]
     async with routing(workers) as router:
