@@ -30,7 +30,7 @@ from kernels.compiled import (
     read_numbers,
     write_numbers,
 )
-from kernels.panels import add_weighted, multiply, multiply_block, run_experts
+from kernels.panels import add_weighted, multiply, multiply_block, multiply_heads, run_experts
 from kernels.row_ops import (
     dot,
     group_pairs,
@@ -249,7 +249,9 @@ def attend(
 
 # --- the attention half of a layer
 
-LAYER_FIELDS: Final = 22
+LAYER_FIELDS: Final = 23
+LATENT_FIELDS: Final = 16
+LATENT_EPS: Final = 1e-6  # of the norms of q and latent, fixed as in `transformers`
 BATCH_FIELDS: Final = 13
 
 
@@ -260,13 +262,14 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
     sinks, MLP norm; window; addresses of the router (0: none) and its bias, E, top_k, whether its
-    weights are normalized and rounded. batch: int64 T; addresses of hidden, cos, sin, slots,
+    weights are normalized and rounded; address of the fields of `_attend_latents` (0: none, and
+    else no G, q/k/v and q/k norm; d is a value's). batch: int64 T; addresses of hidden, cos, sin, slots,
     entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and
     weights [T, top_k]; whether numbers are float32; bits of scale.
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
-        window, router, router_bias, E, top_k, normalize, rounds,
+        window, router, router_bias, E, top_k, normalize, rounds, latent,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
         T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale,
@@ -277,23 +280,81 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     fresh = np.empty(1 + T * max(D, E, all_heads * d), np.float32)
     qk = np.empty(1 + T * (H + G) * d, np.float32)
     x_at, fresh_at, qk_at = address_of(x), address_of(fresh), address_of(qk)
-    rms_norm(wide, hidden, norm, x_at, T, D, eps, once != 0)
-    multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
-    norm_and_rope(wide, fresh_at, all_heads * d, qk_norm, cos, sin, qk_at, T, H + G, d, eps)
-    keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
-    write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
-    write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
-    attend(
-        pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * d, x_at, entries, T, H, G, d, d,
-        window, float_of_bits(scale), sinks,
-    )  # fmt: skip
+    rms_norm(wide, hidden, D, norm, x_at, T, D, eps, once != 0)
+    if latent:
+        _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
+    else:
+        multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
+        norm_and_rope(
+            wide, fresh_at, all_heads * d, d, qk_norm, cos, sin, qk_at, (H + G) * d, d, T, H + G, d,
+            eps,
+        )  # fmt: skip
+        keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
+        write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
+        write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
+        attend(
+            pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * d, x_at, entries, T, H, G, d,
+            d, window, float_of_bits(scale), sinks,
+        )  # fmt: skip
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
     add_rows(wide, hidden, fresh_at, T, D)
-    rms_norm(wide, hidden, mlp_norm, out, T, D, eps, once != 0)
+    rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
     if router:
         multiply(pool, kind, out, router, router_bias, fresh_at, T, D, E)
         softmax_top_k(wide, fresh_at, T, E, top_k, False, ids, weights, normalize != 0, rounds != 0)
     x[0] = fresh[0] = qk[0] = _ZERO  # they live until here
+
+
+@compiled
+def _attend_latents(
+    pool: int, kind: int, latent: int, batch: int, x: int, D: int, H: int, window: int
+) -> None:
+    """Replace rows x [T, D] by attention over latents [T, H * v] (kernels/latent_attention.py).
+
+    latent: int64 n, p, v, r and the rank of queries (0: projected directly); addresses of q_a, its
+    bias and norm, of q, kv_a and its bias and norm, of up_k and up_v, each followed by the bytes of
+    a head's panels.
+    """
+    (
+        n, p, v, r, q_rank, q_a, q_a_bias, q_norm, q, kv_a, kv_a_bias, kv_norm, up_k, k_bytes, up_v,
+        v_bytes,
+    ) = carray(int64_at(latent), (LATENT_FIELDS,))  # fmt: skip
+    (
+        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale,
+    ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
+    wide, d, C = is_wide != 0, n + p, r + p
+    size = 4 if wide else 2
+    fresh, low = np.empty(1 + T * C, np.float32), np.empty(1 + T * q_rank, np.float32)
+    plain, queries = np.empty(1 + T * H * d, np.float32), np.empty(1 + T * H * C, np.float32)
+    sums = np.empty(1 + T * H * r, np.float32)
+    fresh_at, low_at, plain_at = address_of(fresh), address_of(low), address_of(plain)
+    queries_at, sums_at, last = address_of(queries), address_of(sums), r * size
+    multiply(pool, kind, x, kv_a, kv_a_bias, fresh_at, T, D, C)
+    rms_norm(wide, fresh_at, C, kv_norm, fresh_at, T, r, LATENT_EPS, False)
+    turned = fresh_at + last
+    norm_and_rope(wide, turned, C, p, 0, cos, sin, turned, C, p, T, 1, p, 0.0)
+    write_rows(size, fresh_at, C, slots, entry_pool, T, C)
+    if q_rank:
+        multiply(pool, kind, x, q_a, q_a_bias, low_at, T, D, q_rank)
+        rms_norm(wide, low_at, q_rank, q_norm, low_at, T, q_rank, LATENT_EPS, False)
+        multiply(pool, kind, low_at, q, 0, plain_at, T, q_rank, H * d)
+    else:
+        multiply(pool, kind, x, q, 0, plain_at, T, D, H * d)
+    multiply_heads(
+        pool, kind, plain_at, H * d * size, d * size, up_k, k_bytes, queries_at, H * C * size,
+        C * size, T, n, r, H,
+    )  # fmt: skip
+    norm_and_rope(
+        wide, plain_at + n * size, H * d, d, 0, cos, sin, queries_at + last, H * C, C, T, H, p, 0.0
+    )
+    attend(
+        pool, wide, queries_at, H * C, entry_pool, entry_pool, C, C, sums_at, entries, T, H, 1, C,
+        r, window, float_of_bits(scale), 0,
+    )  # fmt: skip
+    multiply_heads(
+        pool, kind, sums_at, H * last, last, up_v, v_bytes, x, H * v * size, v * size, T, r, v, H
+    )
+    fresh[0] = low[0] = plain[0] = queries[0] = sums[0] = _ZERO  # they live until here
 
 
 @compiled

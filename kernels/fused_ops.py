@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
     """Return the RMS norm (kernels/norm_rope.py)."""
     if _is_compiled(x):
         D, out = x.shape[-1], torch.empty_like(x)
-        addresses = x.data_ptr(), weight_D.data_ptr(), out.data_ptr()
+        addresses = x.data_ptr(), D, weight_D.data_ptr(), out.data_ptr()
         wide = x.dtype is torch.float32
         row_ops.rms_norm(wide, *addresses, x.numel() // D, D, eps, round_once)
         return out
@@ -53,10 +53,13 @@ def norm_and_rope(
             x_THd.dtype is torch.float32,
             x_THd.data_ptr(),
             x_THd.stride(0),
+            d,
             weight,
             cos.data_ptr(),
             sin.data_ptr(),
             out.data_ptr(),
+            H * d,
+            d,
             T,
             H,
             d,

@@ -17,29 +17,104 @@ value, r of a latent, C = r + p, S context, P pool slots, B decode rows.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention import AttentionPlan, Tile, compiled_rows, row_steps, tile_steps
-from kernels.linear import linear
+from kernels.compiled import LANES
+from kernels.linear import PackedLinear, has_panels, linear
 from kernels.packed_attention import SequenceRows, take
+from kernels.panels import multiply_heads
 from kernels.row_ops import COMPILED_DTYPES
 from kernels.steps import Steps
+from kernels.thread_pool import shared_pool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class LatentUp:
-    """weight [H, n + v, r]: up_k above up_v of each head."""
+    """Products with weight [H, n + v, r]: up_k above up_v of each head.
 
-    weight: Tensor
-    nope_dim: int
+    With panels, expanding and up_v share those of one matrix, in which each head's n and v are
+    padded to whole panels. Panels of up_k transposed, for queries, are kept beside them.
+    """
+
+    def __init__(self, weight_Hcr: Tensor, nope_dim: int) -> None:
+        self.num_heads, height, self.rank = weight_Hcr.shape
+        self.nope_dim, self.value_dim = nope_dim, height - nope_dim
+        self.has_panels = has_panels(weight_Hcr.dtype, weight_Hcr.device)
+        self._value_row = nope_dim
+        if not self.has_panels:
+            self._weight_Hcr = weight_Hcr
+            return
+        up_k, up_v = map(_in_panels, (weight_Hcr[:, :nope_dim], weight_Hcr[:, nope_dim:]))
+        self._value_row = up_k.shape[1]
+        self._expand = PackedLinear(torch.cat((up_k, up_v), dim=1).flatten(0, 1))
+        turned = _in_panels(weight_Hcr[:, :nope_dim].transpose(1, 2))
+        self._to_entries = PackedLinear(turned.flatten(0, 1))
 
     @property
-    def value_dim(self) -> int:
-        return self.weight.shape[1] - self.nope_dim
+    def panels(self) -> tuple[int, int, int, int]:
+        """Addresses of the first head's up_k and up_v, each followed by the bytes of a head."""
+        k_bytes, v_bytes = (
+            each.memory.nbytes // self.num_heads for each in (self._to_entries, self._expand)
+        )
+        row_bytes = v_bytes * self.num_heads // self._expand.shape[0]
+        v_address = self._expand.addresses[0] + self._value_row * row_bytes
+        return self._to_entries.addresses[0], k_bytes, v_address, v_bytes
+
+    def expanded(self, latent_Sr: Tensor) -> tuple[Tensor, Tensor]:
+        """Return plain keys [S, H, n] and values [S, H, v]."""
+        S, H, v_row = len(latent_Sr), self.num_heads, self._value_row
+        if self.has_panels:
+            kv_SHc = self._expand(latent_Sr).view(S, H, -1)
+        else:
+            kv_SHc = linear(latent_Sr, self._weight_Hcr.flatten(0, 1)).view(S, H, -1)
+        return kv_SHc[..., : self.nope_dim], kv_SHc[..., v_row : v_row + self.value_dim]
+
+    def to_entries(self, q_BHd: Tensor) -> Tensor:
+        """Return [B, 1, H, C]: queries whose product with an entry equals that with the key."""
+        n, (B, H, d), r = self.nope_dim, q_BHd.shape, self.rank
+        if self.has_panels:
+            q_BHC = q_BHd.new_empty((B, H, r + d - n))
+            q_BHC[..., r:] = q_BHd[..., n:]
+            self._multiply(q_BHd, *self.panels[:2], q_BHC, (n, r))
+            return q_BHC.unsqueeze(1)
+        q_HBr = torch.bmm(q_BHd[..., :n].transpose(0, 1), self._weight_Hcr[:, :n])
+        return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1).unsqueeze(1)
+
+    def to_values(self, attended_B1HC: Tensor) -> Tensor:
+        """Return [B, H, v] from weighted sums of entries.
+
+        Their last p elements, the rotated key, are dropped: summing them is cheaper than attention
+        with values narrower than keys.
+        """
+        attended_BHC, r = attended_B1HC[:, 0], self.rank
+        if self.has_panels:
+            out_BHv = attended_BHC.new_empty((len(attended_BHC), self.num_heads, self.value_dim))
+            self._multiply(attended_BHC, *self.panels[2:], out_BHv, (r, self.value_dim))
+            return out_BHv
+        attended_HBr = attended_BHC[..., :r].transpose(0, 1)
+        up_v_Hrv = self._weight_Hcr[:, self.nope_dim :].transpose(1, 2)
+        return torch.bmm(attended_HBr, up_v_Hrv).transpose(0, 1)
+
+    def _multiply(
+        self, x_BHk: Tensor, panels: int, head_bytes: int, out_BHn: Tensor, sizes: tuple[int, int]
+    ) -> None:
+        """Write products of the first K elements of each head to the first N of `out`."""
+        kind, size = self._expand.kind, x_BHk.element_size()
+        assert kind is not None
+        assert x_BHk.stride(2) == 1
+        x_row, x_head, row, head = (
+            stride * size for each in (x_BHk, out_BHn) for stride in each.stride()[:2]
+        )
+        x, out = (x_BHk.data_ptr(), x_row, x_head), (out_BHn.data_ptr(), row, head)
+        counts = len(x_BHk), *sizes, self.num_heads
+        multiply_heads(shared_pool(), kind, *x, panels, head_bytes, *out, *counts)
+
+
+def _in_panels(weight_Hcr: Tensor) -> Tensor:
+    """Pad the rows of each head with zeros to whole panels."""
+    return functional.pad(weight_Hcr, (0, 0, 0, -weight_Hcr.shape[1] % LANES))
 
 
 def latent_attention_steps(
@@ -60,26 +135,26 @@ def latent_attention_steps(
         attend = _absorbed_chunk if _absorbs(part.count, entries_S1C.shape[0], up) else _expanded
         yield from attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
     for group in plan.decode:
-        q_B1HC = _to_entries(q_THd.index_select(0, group.rows_B), up)
+        q_B1HC = up.to_entries(q_THd.index_select(0, group.rows_B))
         entries_B1SC = take(pool_P1C, group.keys).view(-1, 1, group.width, pool_P1C.shape[2])
         attended_B1HC = functional.scaled_dot_product_attention(
             q_B1HC, entries_B1SC, entries_B1SC, attn_mask=group.mask, scale=scale
         )
-        out_THv.index_copy_(0, group.rows_B, _to_values(attended_B1HC, up))
+        out_THv.index_copy_(0, group.rows_B, up.to_values(attended_B1HC))
         yield
     if plan.rows is not None:
         rows_B = torch.from_numpy(plan.rows.table[:, 0])
         q_THC = torch.zeros((T, H, pool_P1C.shape[2]), dtype=q_THd.dtype)
-        q_THC[rows_B] = _to_entries(q_THd[rows_B], up).squeeze(1)
-        attended_THr = torch.empty((T, H, up.weight.shape[2]), dtype=q_THd.dtype)
+        q_THC[rows_B] = up.to_entries(q_THd[rows_B]).squeeze(1)
+        attended_THr = torch.empty((T, H, up.rank), dtype=q_THd.dtype)
         yield from row_steps(q_THC, pool_P1C, pool_P1C, plan.rows, attended_THr, scale)
-        out_THv[rows_B] = _to_values(attended_THr[rows_B].unsqueeze(1), up)
+        out_THv[rows_B] = up.to_values(attended_THr[rows_B].unsqueeze(1))
     return out_THv
 
 
 def _absorbs(count: int, context: int, up: LatentUp) -> bool:
     """Return whether absorbing is cheaper for a chunk of `count` new tokens."""
-    _, nv, r = up.weight.shape
+    nv, r = up.nope_dim + up.value_dim, up.rank
     pairs = count * (context - count) + count * (count + 1) // 2
     return pairs * (2 * r - nv) < (context - count) * r * nv
 
@@ -93,12 +168,9 @@ def _expanded(
     out_THv: Tensor,
 ) -> Steps[None]:
     """Compute keys [S, H, d] and values [S, H, v] of all heads, then attention."""
-    H, nv, r = up.weight.shape
-    S, p = entries_S1C.shape[0], entries_S1C.shape[2] - r
-    kv_SHnv = linear(entries_S1C[:, 0, :r], up.weight.view(H * nv, r)).view(S, H, nv)
-    turned_SHp = entries_S1C[..., r:].expand(S, H, p)
-    k_SHd = torch.cat((kv_SHnv[..., : up.nope_dim], turned_SHp), dim=-1)
-    v_SHv = kv_SHnv[..., up.nope_dim :]
+    S, r = entries_S1C.shape[0], up.rank
+    k_SHn, v_SHv = up.expanded(entries_S1C[:, 0, :r])
+    k_SHd = torch.cat((k_SHn, entries_S1C[..., r:].expand(-1, up.num_heads, -1)), dim=-1)
     if _is_compiled(q_THd, tiles):
         rows = compiled_rows([_whole(q_THd, S)], None, 1)
         yield from row_steps(q_THd, k_SHd, v_SHv.contiguous(), rows, out_THv, scale)
@@ -114,17 +186,17 @@ def _absorbed_chunk(
     scale: float,
     out_THv: Tensor,
 ) -> Steps[None]:
-    """Attend with the entries as keys and values of all heads (see `_to_values`)."""
-    q_T1HC = _to_entries(q_THd, up)
+    """Attend with the entries as keys and values of all heads (see `LatentUp.to_values`)."""
+    q_T1HC = up.to_entries(q_THd)
     attended_T1HC = torch.empty_like(q_T1HC)
     if _is_compiled(q_THd, tiles):
         rows = compiled_rows([_whole(q_THd, len(entries_S1C))], None, q_THd.shape[1])
         attended_THC, q_THC = attended_T1HC.squeeze(1), q_T1HC.squeeze(1)
         yield from row_steps(q_THC, entries_S1C, entries_S1C, rows, attended_THC, scale)
-        out_THv.copy_(_to_values(attended_T1HC, up))
+        out_THv.copy_(up.to_values(attended_T1HC))
         return
     yield from tile_steps(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
-    out_THv.copy_(_to_values(attended_T1HC, up))
+    out_THv.copy_(up.to_values(attended_T1HC))
 
 
 def _is_compiled(q_THd: Tensor, tiles: tuple[Tile, ...]) -> bool:
@@ -135,20 +207,3 @@ def _is_compiled(q_THd: Tensor, tiles: tuple[Tile, ...]) -> bool:
 def _whole(q_THd: Tensor, context: int) -> SequenceRows:
     """Return the rows of q as the last ones of keys 0 .. context-1."""
     return SequenceRows(0, len(q_THd), context - len(q_THd), slice(0, context))
-
-
-def _to_entries(q_BHd: Tensor, up: LatentUp) -> Tensor:
-    """Return [B, 1, H, C]: queries whose product with an entry equals that with the head's key."""
-    n = up.nope_dim
-    q_HBr = torch.bmm(q_BHd[..., :n].transpose(0, 1), up.weight[:, :n])
-    return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1).unsqueeze(1)
-
-
-def _to_values(attended_B1HC: Tensor, up: LatentUp) -> Tensor:
-    """Return [B, H, v] from weighted sums of entries.
-
-    Their last p elements, the rotated key, are dropped: summing them is cheaper than attention with
-    values narrower than keys.
-    """
-    attended_HBr = attended_B1HC[:, 0, :, : up.weight.shape[2]].transpose(0, 1)
-    return torch.bmm(attended_HBr, up.weight[:, up.nope_dim :].transpose(1, 2)).transpose(0, 1)

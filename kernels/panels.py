@@ -426,16 +426,26 @@ def _multiply_plain(
 def _multiply_part(args: int, first: int, last: int) -> None:
     """Write panels [first, last) of a product; args: kind, x, w, bias, out, T, K, N."""
     kind, x, w, bias, out, T, K, N = carray(int64_at(args), (8,))
+    size = 4 if kind & _ARITHMETIC_MASK == _FLOAT32 else 2
+    _multiply_rows(kind, x, K * size, w, bias, out, N * size, T, K, N, first, last)
+
+
+@compiled
+def _multiply_rows(
+    kind: int, x: int, x_stride: int, w: int, bias: int, out: int, stride: int, T: int, K: int,
+    N: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Write panels [first, last) of x @ weight.T + bias. Strides of rows are in bytes."""
     arithmetic, storage = kind & _ARITHMETIC_MASK, kind >> _STORAGE_SHIFT
     is_float32, is_pairs = arithmetic == _FLOAT32, arithmetic == _PAIRS
     size, steps = (4, K) if is_float32 else (2, (K + 1) // 2)
     panels, columns = last - first, min(N, last * LANES) - first * LANES
-    w_size = panel_bytes(storage, (K + 1) // 2) if storage else steps * _STEP_BYTES
-    w, out = w + first * w_size, out + first * LANES * size
+    w += first * (panel_bytes(storage, (K + 1) // 2) if storage else steps * _STEP_BYTES)
+    out += first * LANES * size
     if is_float32 and columns == panels * LANES and bias == 0:
         for row in range(0, T, _TILE):
-            x_tile, to, rows = x + row * K * 4, out + row * N * 4, min(_TILE, T - row)
-            multiply_block(kind, x_tile, K * 4, rows, w, steps, panels, to, N * 4)
+            x_tile, to, rows = x + row * x_stride, out + row * stride, min(_TILE, T - row)
+            multiply_block(kind, x_tile, x_stride, rows, w, steps, panels, to, stride)
         return
     copied = min(T, _TILE)
     floats = np.zeros((copied if arithmetic == _WIDENED else 0, 2 * steps), np.float32)
@@ -446,22 +456,25 @@ def _multiply_part(args: int, first: int, last: int) -> None:
         read_numbers(is_float32, bias + first * LANES * size, columns, bias_n)
     for row in range(0, T, _TILE):
         rows = min(_TILE, T - row)
-        x_rows, x_stride = x + row * K * size, K * size
+        x_rows, x_step = x + row * x_stride, x_stride
         if floats.shape[0]:
             for t in range(rows):
                 read_numbers(False, x_rows + t * x_stride, K, floats[t])
-            x_rows, x_stride = floats.ctypes.data, 8 * steps
+            x_rows, x_step = address_of(floats), 8 * steps
         elif bits.shape[0]:
             for t in range(rows):
                 copy_bits(x_rows + t * x_stride, K, bits[t])
-            x_rows, x_stride = bits.ctypes.data, 4 * steps
-        to, stride = out + row * N * size, N * size
-        at = sums.ctypes.data
-        multiply_block(kind, x_rows, x_stride, rows, w, steps, panels, at, panels * LANES * 4)
+            x_rows, x_step = address_of(bits), 4 * steps
+        to, at = out + row * stride, address_of(sums)
+        multiply_block(kind, x_rows, x_step, rows, w, steps, panels, at, panels * LANES * 4)
         for t in range(rows):
             for n in range(columns):
                 sums[t, n] += bias_n[n]
             write_numbers(is_float32, to + t * stride, columns, sums[t])
+    if copied and floats.shape[0]:
+        floats[0, 0] = _ZERO  # they live until here
+    if copied and bits.shape[0]:
+        bits[0, 0] = 0
 
 
 _MULTIPLY: Final = register_part(_multiply_part)
@@ -479,6 +492,35 @@ def multiply(
     args = np.array((kind, x, w, bias, out, T, K, N))
     least = 1 + _PART_ELEMENTS // (LANES * max(1, K))
     run_parts(pool, _MULTIPLY, args, (N + LANES - 1) // LANES, least)
+
+
+@compiled
+def _heads_part(args: int, begin: int, end: int) -> None:
+    """Multiply by the weights of heads [begin, end); args: those of `multiply_heads`."""
+    kind, x, x_stride, x_head, w, w_head, out, stride, out_head, T, K, N = carray(
+        int64_at(args), (12,)
+    )
+    for head in range(begin, end):
+        x_at, w_at, to = x + head * x_head, w + head * w_head, out + head * out_head
+        panels = (N + LANES - 1) // LANES
+        _multiply_rows(kind, x_at, x_stride, w_at, 0, to, stride, T, K, N, 0, panels)
+
+
+_HEADS: Final = register_part(_heads_part)
+
+
+@compiled
+def multiply_heads(
+    pool: int, kind: int, x: int, x_stride: int, x_head: int, w: int, w_head: int, out: int,
+    stride: int, out_head: int, T: int, K: int, N: int, H: int,
+) -> None:  # fmt: skip
+    """Write x[:, h] @ weight[h].T for each head h: rows of T x H vectors with K, then N elements.
+
+    Distances between rows of x and of `out`, and between heads of x, the panels and `out`, are in
+    bytes.
+    """
+    args = np.array((kind, x, x_stride, x_head, w, w_head, out, stride, out_head, T, K, N))
+    run_parts(pool, _HEADS, args, H, 1 + _PART_ELEMENTS // max(1, N * K))
 
 
 # --- experts

@@ -120,16 +120,16 @@ def _norm(wide: bool, x: Any, D: int, weight: Any, eps: Any, once: bool) -> None
 
 @compiled
 def rms_norm(
-    wide: bool, x: int, weight: int, out: int, T: int, D: int, eps: float, once: bool
+    wide: bool, x: int, stride: int, weight: int, out: int, T: int, D: int, eps: float, once: bool
 ) -> None:
-    """Write the RMS norm of rows [T, D]."""
+    """Write the RMS norm of rows of D elements, `stride` apart in x and `out` (may be the same)."""
     size = 4 if wide else 2
     row, weight_D = np.empty(D, np.float32), np.empty(D, np.float32)
     read_numbers(wide, weight, D, weight_D)
     for t in range(T):
-        read_numbers(wide, x + t * D * size, D, row)
+        read_numbers(wide, x + t * stride * size, D, row)
         _norm(wide, row, D, weight_D, np.float32(eps), once)
-        write_numbers(wide, out + t * D * size, D, row)
+        write_numbers(wide, out + t * stride * size, D, row)
 
 
 @compiled
@@ -137,10 +137,13 @@ def norm_and_rope(
     wide: bool,
     x: int,
     x_stride: int,
+    x_head: int,
     weight: int,
     cos: int,
     sin: int,
     out: int,
+    out_stride: int,
+    out_head: int,
     T: int,
     H: int,
     d: int,
@@ -148,7 +151,8 @@ def norm_and_rope(
 ) -> None:
     """Write each head of [T, H, d], normed by weight [H, d] (address 0: not), then rotated.
 
-    x_stride: elements between rows of x. cos, sin: [T, d / 2].
+    Elements between rows and between heads: x_stride, x_head, out_stride, out_head. cos, sin:
+    [T, d / 2].
     """
     size, half = 4 if wide else 2, d // 2
     head = np.empty(d, np.float32)
@@ -161,7 +165,7 @@ def norm_and_rope(
         read_numbers(wide, cos + t * half * size, half, cos_half)
         read_numbers(wide, sin + t * half * size, half, sin_half)
         for h in range(H):
-            read_numbers(wide, x + (t * x_stride + h * d) * size, d, head)
+            read_numbers(wide, x + (t * x_stride + h * x_head) * size, d, head)
             if weight:
                 _norm(wide, head, d, weight_Hd[h], np.float32(eps), False)
                 if not wide:
@@ -170,7 +174,7 @@ def norm_and_rope(
             for i in range(half):
                 turned[i] = head[i] * cos_half[i] - head[half + i] * sin_half[i]
                 turned[half + i] = head[half + i] * cos_half[i] + head[i] * sin_half[i]
-            write_numbers(wide, out + (t * H + h) * d * size, d, turned)
+            write_numbers(wide, out + (t * out_stride + h * out_head) * size, d, turned)
 
 
 @compiled

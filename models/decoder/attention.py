@@ -9,6 +9,7 @@ latent one), C = kv_rank + rope_dim.
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import NamedTuple
 
@@ -17,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import fused_ops
 from kernels.attention import AttentionPlan, attention_steps
-from kernels.attention_ops import attend_layer
+from kernels.attention_ops import LATENT_EPS, attend_layer
 from kernels.compiled import bits_of
 from kernels.fused_ops import norm_and_rope, sigmoid, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
-from kernels.norm_rope import apply_rope, rms_norm
+from kernels.norm_rope import rms_norm
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
@@ -144,7 +146,91 @@ def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
     )
 
 
-class GroupedQueryAttention:
+class _CompiledDecode(abc.ABC):
+    """Attention of a decode batch in one compiled call."""
+
+    _eps: float
+    _scale: float
+    _layer: int
+    _window: int | None
+    _has_rope = True
+    _decode_layer: NDArray[np.int64] | None = None
+
+    def decode(
+        self,
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        metadata: AttentionMetadata,
+        kv: KvPool,
+        neighbors: DecodeNeighbors,
+    ) -> tuple[Tensor, RoutedTokens | None]:
+        """Add attention to hidden_TD in place, in one compiled call.
+
+        Returns the MLP's input, and the routed tokens if the call could route them.
+        """
+        rows, pools = metadata.plans[self._window].rows, kv.entries(self._layer)
+        assert rows is not None
+        layer = self.decode_fields(neighbors)
+        cos, sin = metadata.angles(has_rope=self._has_rope)
+        x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
+        ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
+        fields = (
+            T,
+            hidden_TD.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            batch.slots_T.data_ptr(),
+            rows.table.ctypes.data,
+            pools[0].data_ptr(),
+            pools[-1].data_ptr(),
+            x_TD.data_ptr(),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            hidden_TD.dtype is torch.float32,
+            bits_of(self._scale),
+        )
+        called = np.array(fields, np.int64)
+        attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
+        return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
+
+    def decode_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
+        """Return the fields of `attend_layer` that do not change, the same array each time."""
+        if self._decode_layer is None:
+            self._decode_layer = self._layer_fields(neighbors)
+        return self._decode_layer
+
+    @abc.abstractmethod
+    def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]: ...
+
+    def _fields(
+        self,
+        neighbors: DecodeNeighbors,
+        sizes: tuple[int, int, int],
+        queries: tuple[int, int, int],
+        o: PackedLinear,
+        sinks: int = 0,
+        latent: int = 0,
+    ) -> NDArray[np.int64]:
+        """Return the fields of `attend_layer`. sizes: H, G, d. queries: q/k/v, bias, q/k norm."""
+        fields = (
+            o.kind,
+            o.shape[0],
+            *sizes,
+            bits_of(self._eps),
+            neighbors.rounds_once,
+            neighbors.attention_norm_D.data_ptr(),
+            *queries,
+            *o.addresses,
+            sinks,
+            neighbors.mlp_norm_D.data_ptr(),
+            self._window or 0,
+            *neighbors.router,
+            latent,
+        )
+        return np.array(fields, np.int64)
+
+
+class GroupedQueryAttention(_CompiledDecode):
     """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product.
 
     Elements of query and key heads are reordered on load, alike in both, so that rope rotates pairs
@@ -183,7 +269,6 @@ class GroupedQueryAttention:
         if gates:
             self._gate = PackedLinear(*gates)
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
-        self._decode_layer: NDArray[np.int64] | None = None
         self._qk_norm, self._qk_norm_Hd = spec.qk_norm, self._load_norm(spec, weight_specs, loader)
         if self._qk_norm == "plain_head" and spec.rope.attention_factor != 1.0:
             self._qk_norm = "turned_head"  # rope changes the size of a head
@@ -247,74 +332,13 @@ class GroupedQueryAttention:
         """True if `decode` can run batches for which `decodes_at_once`."""
         return self._qkv.kind is not None and self._is_usual
 
-    def decode(
-        self,
-        hidden_TD: Tensor,
-        batch: AttentionBatch,
-        metadata: AttentionMetadata,
-        kv: KvPool,
-        neighbors: DecodeNeighbors,
-    ) -> tuple[Tensor, RoutedTokens | None]:
-        """Add attention to hidden_TD in place, in one compiled call.
-
-        Returns the MLP's input, and the routed tokens if the call could route them.
-        """
-        rows, (k_pool, v_pool) = metadata.plans[self._window].rows, kv.entries(self._layer)
-        assert rows is not None
-        layer = self.decode_fields(neighbors)
-        cos, sin = metadata.angles(has_rope=self._has_rope)
-        x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
-        ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
-        fields = (
-            T,
-            hidden_TD.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            batch.slots_T.data_ptr(),
-            rows.table.ctypes.data,
-            k_pool.data_ptr(),
-            v_pool.data_ptr(),
-            x_TD.data_ptr(),
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            hidden_TD.dtype is torch.float32,
-            bits_of(self._scale),
-        )
-        called = np.array(fields, np.int64)
-        attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
-        return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
-
-    def decode_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
-        """Return the fields of `attend_layer` that do not change, the same array each time."""
-        if self._decode_layer is None:
-            self._decode_layer = self._layer_fields(neighbors)
-        return self._decode_layer
-
     def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
-        assert self._qkv.kind is not None
         qk_norm, sinks = (
             0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)
         )
-        return np.array(
-            (
-                self._qkv.kind,
-                self._qkv.shape[1],
-                self._H,
-                self._G,
-                self._d,
-                bits_of(self._eps),
-                neighbors.rounds_once,
-                neighbors.attention_norm_D.data_ptr(),
-                *self._qkv.addresses,
-                qk_norm,
-                *self._o.addresses,
-                sinks,
-                neighbors.mlp_norm_D.data_ptr(),
-                self._window or 0,
-                *neighbors.router,
-            ),
-            np.int64,
-        )
+        queries = *self._qkv.addresses, qk_norm
+        sizes = self._H, self._G, self._d
+        return self._fields(neighbors, sizes, queries, self._o, sinks)
 
     def _project(
         self, x_TD: Tensor, metadata: AttentionMetadata
@@ -401,10 +425,7 @@ def _rope_order(spec: ModelSpec) -> list[int] | None:
     return None if order == list(range(d)) else order
 
 
-_EPS = 1e-6  # of the norms of q and latent, fixed as in `transformers`
-
-
-class LatentAttention:
+class LatentAttention(_CompiledDecode):
     """Rotated rows are reordered on load, from interleaved pairs to halves, alike in q and k."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
@@ -412,7 +433,7 @@ class LatentAttention:
         self._latent: LatentSpec = spec.latent
         self._layer = layer
         self._H, self._d = spec.num_heads, spec.head_dim
-        self._scale = spec.softmax_scale
+        self._eps, self._scale = spec.rms_norm_eps, spec.softmax_scale
         self._window = spec.sliding_windows[layer]
         weight_specs = attention_tensors(spec, layer)
         weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}
@@ -439,8 +460,9 @@ class LatentAttention:
         """Add attention to hidden_TD in place, and write latents. last: only for those rows."""
         latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
-        latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
-        latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], metadata.cos, metadata.sin)
+        plain, turned = latent_T1C.split((rank, self._latent.rope_dim), dim=-1)
+        plain.copy_(fused_ops.rms_norm(plain.contiguous(), self._kv_norm, LATENT_EPS))
+        _rotate(turned, metadata)
         yield
         # All rows before attention: sequences may read entries of others in this batch.
         kv.write(self._layer, batch, *(yield from self._entries(latent_T1C, x_TD, metadata)))
@@ -451,7 +473,7 @@ class LatentAttention:
         yield
         q_TD = yield from map_tiles(self._queries, x_TD)
         q_THd = q_TD.view(-1, self._H, self._d)
-        q_THd[..., n:] = apply_rope(q_THd[..., n:], metadata.cos, metadata.sin)
+        _rotate(q_THd[..., n:], metadata)
         yield
         pool_P1C = kv.entries(self._layer)[0]
         plan = yield from self._plan(x_TD, batch, metadata, kv, last)
@@ -483,19 +505,51 @@ class LatentAttention:
         yield
 
 
+    @property
+    def decodes(self) -> bool:
+        """True if `decode` can run batches for which `decodes_at_once`."""
+        return self._o.kind is not None
+
+    def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
+        latent, low, q = self._latent, (0, 0, 0), self._queries
+        if isinstance(q, LowRankQueries):
+            low, q = (*q.a.addresses, q.norm.data_ptr()), q.b
+        fields = (
+            latent.nope_dim,
+            latent.rope_dim,
+            latent.value_dim,
+            latent.kv_rank,
+            latent.q_rank or 0,
+            *low,
+            q.addresses[0],
+            *self._kv_a.addresses,
+            self._kv_norm.data_ptr(),
+            *self._up.panels,
+        )
+        self._decode_latent = np.array(fields, np.int64)  # whose address the layer's fields have
+        sizes, at = (self._H, 0, latent.value_dim), self._decode_latent.ctypes.data
+        return self._fields(neighbors, sizes, (0, 0, 0), self._o, latent=at)
+
+
+def _rotate(x_THp: Tensor, metadata: AttentionMetadata) -> None:
+    """Rotate heads in place."""
+    turned_THp = norm_and_rope(x_THp.contiguous(), None, 0.0, metadata.cos, metadata.sin)
+    x_THp.copy_(turned_THp)
+
+
 class LowRankQueries:
-    """q_b @ norm(q_a @ x)."""
+    """b @ norm(a @ x)."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        self._a = PackedLinear(weights["q_a"], weights.get("q_a_bias"))
-        self._norm = weights["q_norm"]
-        self._b = PackedLinear(weights["q_b"])
+        self.a = PackedLinear(weights["q_a"], weights.get("q_a_bias"))
+        self.norm = weights["q_norm"]
+        self.b = PackedLinear(weights["q_b"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._b(self.low_rank(x_TD))
+        return self.b(self.low_rank(x_TD))
 
     def low_rank(self, x_TD: Tensor) -> Tensor:
-        return rms_norm(self._a(x_TD), self._norm, _EPS)
+        return fused_ops.rms_norm(self.a(x_TD), self.norm, LATENT_EPS)
 
 
 def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:

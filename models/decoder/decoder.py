@@ -230,7 +230,6 @@ class AttentionHalf:
         attention, hidden_TD = weights.attention, (yield from self.residual(hidden_TD, batch))
         if (
             last is None
-            and isinstance(attention, GroupedQueryAttention)
             and attention.decodes
             and decodes_at_once(batch, metadata.plans[self.spec.sliding_windows[layer]])
         ):
@@ -276,16 +275,15 @@ class AttentionHalf:
     def decode_table(self) -> NDArray[np.int64] | None:
         """Return the fields of `attend_layer` of each layer, [L, LAYER_FIELDS].
 
-        None: a layer has other steps in decode: no experts, shared ones, or latent attention.
+        None: a layer has other steps in decode: no experts, or shared ones.
         """
         rows = []
         for each in self._layers:
-            attention, has_shared = each.attention, each.shared is not None
-            if has_shared or not isinstance(attention, GroupedQueryAttention):
+            if self.spec.unrotated or each.shared is not None or not each.attention.decodes:
                 return None
-            if self.spec.unrotated or not attention.decodes or not each.neighbors.top_k:
+            if not each.neighbors.top_k:
                 return None
-            rows.append(attention.decode_fields(each.neighbors))
+            rows.append(each.attention.decode_fields(each.neighbors))
         return np.stack(rows)
 
     def decodes_at_once(self, batch: AttentionBatch) -> bool:

@@ -100,9 +100,16 @@ def test_greedy_tokens_equal_transformers_over_64_decode_steps(
             assert tokens == oracle.greedy_choices(ids, tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "max_batch_tokens"),
+    [
+        *(("qwen3_moe", 48), ("mixtral", 48), ("gpt_oss", 48), ("qwen2_moe", 48)),
+        # whole prompts: how chunks behind a prefix attend to latents depends on their lengths
+        *((family, 4096) for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
+    ],
+)
 def test_streams_beside_other_load_are_those_of_an_idle_group(
-    tiny_checkpoint: Checkpoints, family: str
+    tiny_checkpoint: Checkpoints, family: str, max_batch_tokens: int
 ) -> None:
     """In bfloat16, where one changed bit soon changes a token."""
     folder = tiny_checkpoint(family)
@@ -111,7 +118,7 @@ def test_streams_beside_other_load_are_those_of_an_idle_group(
         1,
         2,
         model={"dtype": "bfloat16"},
-        schedule={"max_batch_tokens": 48},
+        schedule={"max_batch_tokens": max_batch_tokens},
         kv={"prefix_cache": False},
     )
     with ThreadGroup(folder, config) as group, group.client() as client:
