@@ -262,10 +262,10 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
     sinks, MLP norm; window; addresses of the router (0: none) and its bias, E, top_k, whether its
-    weights are normalized and rounded; address of the fields of `_attend_latents` (0: none, and
-    else no G, q/k/v and q/k norm; d is a value's). batch: int64 T; addresses of hidden, cos, sin, slots,
-    entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and
-    weights [T, top_k]; whether numbers are float32; bits of scale.
+    weights are normalized and rounded; address of the fields of `_attend_latents` (0: none), with
+    which d is a value's, and G, q/k/v and q/k norm are 0. batch: int64 T; addresses of hidden, cos,
+    sin, slots, entries (`attend`), K pool, V pool, and of the results: the second norm's output
+    [T, D], ids and weights [T, top_k]; whether numbers are float32; bits of scale.
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,

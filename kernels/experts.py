@@ -18,7 +18,7 @@ from torch.nn import functional
 from kernels.attention_ops import EXPERT_FIELDS, add_experts, sum_experts
 from kernels.compiled import bits_of
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
-from kernels.panels import add_weighted, reads_float32, run_experts
+from kernels.panels import add_weighted, reads_float32, run_experts, run_mlp
 from kernels.steps import Steps, zero_tiled
 from kernels.thread_pool import shared_pool
 
@@ -34,9 +34,22 @@ class ClampedGate:
     limit: float
 
 
-def swiglu(x_TD: Tensor, gate_up: PackedLinear, down: PackedLinear) -> Tensor:
-    """Return down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype."""
-    return down(gated(gate_up(x_TD)))
+def swiglu(
+    x_TD: Tensor, gate_up: PackedLinear, down: PackedLinear, gate: PackedLinear | None = None
+) -> Tensor:
+    """Return down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype.
+
+    gate: a product with one output per row, whose sigmoid the row's result is multiplied by.
+    """
+    if gate_up.kind is None:
+        y_TD = down(gated(gate_up(x_TD)))
+        return y_TD if gate is None else y_TD * gate(x_TD).sigmoid_()
+    x_TD = x_TD.contiguous()
+    out_TD = torch.empty_like(x_TD)
+    weights = [0 if each is None else each.addresses[0] for each in (gate_up, down, gate)]
+    (D, F), x = down.shape, x_TD.data_ptr()
+    run_mlp(shared_pool(), gate_up.kind, x, *weights, out_TD.data_ptr(), len(x_TD), D, F)
+    return out_TD
 
 
 def expert_steps(

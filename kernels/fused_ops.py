@@ -50,21 +50,9 @@ def norm_and_rope(
         out = torch.empty((T, H, d), dtype=x_THd.dtype)
         weight = 0 if weight_Hd is None else weight_Hd.data_ptr()
         row_ops.norm_and_rope(
-            x_THd.dtype is torch.float32,
-            x_THd.data_ptr(),
-            x_THd.stride(0),
-            d,
-            weight,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            out.data_ptr(),
-            H * d,
-            d,
-            T,
-            H,
-            d,
-            eps,
-        )
+            x_THd.dtype is torch.float32, x_THd.data_ptr(), x_THd.stride(0), d, weight,
+            cos.data_ptr(), sin.data_ptr(), out.data_ptr(), H * d, d, T, H, d, eps,
+        )  # fmt: skip
         return out
     own = fused_kernels(x_THd)
     if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
@@ -76,7 +64,11 @@ def norm_and_rope(
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the sigmoid. torch's own differs in the last bit between places of a tensor."""
-    return x.float().neg_().exp_().add_(1).reciprocal_().to(x.dtype)
+    if not _is_compiled(x):
+        return x.sigmoid()
+    numbers = torch.empty(x.shape).copy_(x)
+    row_ops.sigmoid(numbers.data_ptr(), numbers.numel())
+    return numbers.to(x.dtype)
 
 
 def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:

@@ -471,10 +471,6 @@ def _multiply_rows(
             for n in range(columns):
                 sums[t, n] += bias_n[n]
             write_numbers(is_float32, to + t * stride, columns, sums[t])
-    if copied and floats.shape[0]:
-        floats[0, 0] = _ZERO  # they live until here
-    if copied and bits.shape[0]:
-        bits[0, 0] = 0
 
 
 _MULTIPLY: Final = register_part(_multiply_part)
@@ -537,6 +533,37 @@ def _gate(h_F2: Any, F: int, alpha: Any, limit: Any) -> None:
     for f in range(F):
         gate, up = min(h_F2[f], limit), min(max(h_F2[F + f], -limit), limit)
         h_F2[f] = gate / (one + exp(-alpha * gate)) * (up + one)
+
+
+@compiled
+def run_mlp(
+    pool: int, kind: int, x: int, gate_up: int, down: int, gate: int, out: int, T: int, D: int,
+    F: int,
+) -> None:  # fmt: skip
+    """Write down @ (silu(gate @ x) * (up @ x)), [T, D], in the threads of the pool.
+
+    gate: address of the panels of a row whose product's sigmoid each row is multiplied by, or 0.
+    """
+    wide, one = kind & _ARITHMETIC_MASK == _FLOAT32, np.float32(1.0)
+    size, row = 4 if wide else 2, np.empty(max(D, 2 * F), np.float32)
+    h, gates = np.empty(1 + T * 2 * F, np.float32), np.empty(T, np.float32)
+    h_at = address_of(h)
+    multiply(pool, kind, x, gate_up, 0, h_at, T, D, 2 * F)
+    for t in range(T):
+        read_numbers(wide, h_at + t * 2 * F * size, 2 * F, row)
+        _gate(row, F, _ZERO, _ZERO)
+        write_numbers(wide, h_at + t * F * size, F, row)
+    multiply(pool, kind, h_at, down, 0, out, T, F, D)
+    if gate:
+        multiply(pool, kind, x, gate, 0, h_at, T, D, 1)
+        read_numbers(wide, h_at, T, gates)
+        for t in range(T):
+            read_numbers(wide, out + t * D * size, D, row)
+            scale = one / (one + exp(-gates[t]))
+            for i in range(D):
+                row[i] *= scale
+            write_numbers(wide, out + t * D * size, D, row)
+    h[0] = _ZERO  # it lives until here
 
 
 @compiled

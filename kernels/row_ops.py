@@ -134,21 +134,9 @@ def rms_norm(
 
 @compiled
 def norm_and_rope(
-    wide: bool,
-    x: int,
-    x_stride: int,
-    x_head: int,
-    weight: int,
-    cos: int,
-    sin: int,
-    out: int,
-    out_stride: int,
-    out_head: int,
-    T: int,
-    H: int,
-    d: int,
-    eps: float,
-) -> None:
+    wide: bool, x: int, x_stride: int, x_head: int, weight: int, cos: int, sin: int, out: int,
+    out_stride: int, out_head: int, T: int, H: int, d: int, eps: float,
+) -> None:  # fmt: skip
     """Write each head of [T, H, d], normed by weight [H, d] (address 0: not), then rotated.
 
     Elements between rows and between heads: x_stride, x_head, out_stride, out_head. cos, sin:
@@ -185,6 +173,14 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
         source, target = x + t * x_stride * size, pool + slots_T[t] * width * size
         units = width * size // 2
         copy_bits(source, units, carray(uint16_at(target), (units,)))
+
+
+@compiled
+def sigmoid(x: int, count: int) -> None:
+    """Replace float32 numbers; torch's bits depend on a number's distance from the last one."""
+    numbers = carray(float32_at(x), (count,))
+    for i in range(count):
+        numbers[i] = _ONE / (_ONE + exp(-numbers[i]))
 
 
 @compiled

@@ -175,20 +175,11 @@ class _CompiledDecode(abc.ABC):
         x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
         ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
         fields = (
-            T,
-            hidden_TD.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            batch.slots_T.data_ptr(),
-            rows.table.ctypes.data,
-            pools[0].data_ptr(),
-            pools[-1].data_ptr(),
-            x_TD.data_ptr(),
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            hidden_TD.dtype is torch.float32,
+            T, hidden_TD.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots_T.data_ptr(),
+            rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
+            ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
             bits_of(self._scale),
-        )
+        )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
         return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
@@ -213,20 +204,10 @@ class _CompiledDecode(abc.ABC):
     ) -> NDArray[np.int64]:
         """Return the fields of `attend_layer`. sizes: H, G, d. queries: q/k/v, bias, q/k norm."""
         fields = (
-            o.kind,
-            o.shape[0],
-            *sizes,
-            bits_of(self._eps),
-            neighbors.rounds_once,
-            neighbors.attention_norm_D.data_ptr(),
-            *queries,
-            *o.addresses,
-            sinks,
-            neighbors.mlp_norm_D.data_ptr(),
-            self._window or 0,
-            *neighbors.router,
-            latent,
-        )
+            o.kind, o.shape[0], *sizes, bits_of(self._eps), neighbors.rounds_once,
+            neighbors.attention_norm_D.data_ptr(), *queries, *o.addresses, sinks,
+            neighbors.mlp_norm_D.data_ptr(), self._window or 0, *neighbors.router, latent,
+        )  # fmt: skip
         return np.array(fields, np.int64)
 
 
@@ -504,7 +485,6 @@ class LatentAttention(_CompiledDecode):
         return metadata.plans[self._window]
         yield
 
-
     @property
     def decodes(self) -> bool:
         """True if `decode` can run batches for which `decodes_at_once`."""
@@ -515,17 +495,10 @@ class LatentAttention(_CompiledDecode):
         if isinstance(q, LowRankQueries):
             low, q = (*q.a.addresses, q.norm.data_ptr()), q.b
         fields = (
-            latent.nope_dim,
-            latent.rope_dim,
-            latent.value_dim,
-            latent.kv_rank,
-            latent.q_rank or 0,
-            *low,
-            q.addresses[0],
-            *self._kv_a.addresses,
-            self._kv_norm.data_ptr(),
+            latent.nope_dim, latent.rope_dim, latent.value_dim, latent.kv_rank, latent.q_rank or 0,
+            *low, q.addresses[0], *self._kv_a.addresses, self._kv_norm.data_ptr(),
             *self._up.panels,
-        )
+        )  # fmt: skip
         self._decode_latent = np.array(fields, np.int64)  # whose address the layer's fields have
         sizes, at = (self._H, 0, latent.value_dim), self._decode_latent.ctypes.data
         return self._fields(neighbors, sizes, (0, 0, 0), self._o, latent=at)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from contracts.errors import CheckpointError
 from kernels.attention import plan_attention
 from kernels.experts import swiglu
-from kernels.fused_ops import rms_norm, sigmoid
+from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
@@ -61,8 +61,7 @@ class _Mlp:
         self._output_gate = None if gate is None else loader.linear(gate)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        y_TD = swiglu(x_TD, self._gate_up, self._down)
-        return y_TD if self._output_gate is None else y_TD.mul_(sigmoid(self._output_gate(x_TD)))
+        return swiglu(x_TD, self._gate_up, self._down, self._output_gate)
 
 
 class _Layer:

@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from kernels.fused_ops import sigmoid
 from kernels.linear import PackedLinear
 from kernels.routing import (
     GroupLimit,
@@ -138,7 +139,7 @@ class ExpertRouter:
 
     def _scored(self, logits_TE: Tensor) -> Tensor:
         is_sigmoid, logits_TE = self._routing.score == "sigmoid", logits_TE.float()
-        return logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+        return sigmoid(logits_TE) if is_sigmoid else logits_TE.softmax(-1)
 
     def _round_to(self, logits_TE: Tensor) -> torch.dtype | None:
         return logits_TE.dtype if self._rounds else None

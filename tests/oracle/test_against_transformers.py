@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -268,6 +268,30 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
     logits = model.attention.logits(model.run(slices, model.new_pool(8)))
     assert difference(logits[:12], oracle(folder).logits(b)[32:]) < TOLERANCE
     assert difference(logits[12:], oracle(folder).logits(a)) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+)
+def test_generated_tokens_keep_their_bits_in_any_company(
+    tiny_checkpoint: Checkpoints, family: str, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Alone, beside other generated tokens, and beside a prompt."""
+    model = LocalModel.load(tiny_checkpoint(family), dtype=dtype)
+    lengths = [3, 1, 40, 64, 17, 90, 65, 16, 33, 5, 2]
+    kv, slices = model.new_pool(8 * len(lengths) + 8), []
+    for row, length in enumerate(lengths):
+        ids, table = tokens(length, seed=row), range(8 * row, 8 * row + 8)
+        if length > 1:
+            model.run([SequenceSlice(ids[:-1], 0, table)], kv)
+        slices.append(SequenceSlice(ids[-1:], length - 1, table))
+    prompt = SequenceSlice(tokens(50, seed=99), 0, range(8 * len(lengths), 8 * len(lengths) + 8))
+    alone = torch.cat([model.run([each], kv) for each in slices])
+    for first in (0, 4, 9):
+        assert torch.equal(model.run(slices[first:], kv), alone[first:])
+        beside = model.run([*slices[first:], prompt], kv)[: len(lengths) - first]
+        assert torch.equal(beside, alone[first:])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
