@@ -46,9 +46,9 @@ def swiglu(
         return y_TD if gate is None else y_TD * gate(x_TD).sigmoid_()
     x_TD = x_TD.contiguous()
     out_TD = torch.empty_like(x_TD)
-    weights = [0 if each is None else each.addresses[0] for each in (gate_up, down, gate)]
-    (D, F), x = down.shape, x_TD.data_ptr()
-    run_mlp(shared_pool(), gate_up.kind, x, *weights, out_TD.data_ptr(), len(x_TD), D, F)
+    weights = gate_up.addresses[0], down.addresses[0], 0 if gate is None else gate.addresses[0]
+    rows, out = x_TD.data_ptr(), out_TD.data_ptr()
+    run_mlp(shared_pool(), gate_up.kind, rows, *weights, out, len(x_TD), *down.shape)
     return out_TD
 
 

@@ -61,7 +61,7 @@ def _call_kernels() -> None:
     row_ops.group_pairs(*[0] * 9)
     row_ops.softmax_top_k(True, 0, 0, 0, 0, False, 0, 0, False, False)
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0, 0.0, False)
-    row_ops.norm_and_rope(True, *[0] * 12, 0.0)
+    row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
     delta_rule.advance(*[0] * 7)
     token_selection.select_tokens(0, True, *[0] * 9)

@@ -441,7 +441,7 @@ class LatentAttention(_CompiledDecode):
         """Add attention to hidden_TD in place, and write latents. last: only for those rows."""
         latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
-        plain, turned = latent_T1C.split((rank, self._latent.rope_dim), dim=-1)
+        plain, turned = latent_T1C[..., :rank], latent_T1C[..., rank:]
         plain.copy_(fused_ops.rms_norm(plain.contiguous(), self._kv_norm, LATENT_EPS))
         _rotate(turned, metadata)
         yield
