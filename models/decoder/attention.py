@@ -146,7 +146,7 @@ def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
     )
 
 
-class _CompiledDecode(abc.ABC):
+class CompiledDecode(abc.ABC):
     """Attention of a decode batch in one compiled call."""
 
     _eps: float
@@ -211,7 +211,7 @@ class _CompiledDecode(abc.ABC):
         return np.array(fields, np.int64)
 
 
-class GroupedQueryAttention(_CompiledDecode):
+class GroupedQueryAttention(CompiledDecode):
     """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product.
 
     Elements of query and key heads are reordered on load, alike in both, so that rope rotates pairs
@@ -406,7 +406,7 @@ def _rope_order(spec: ModelSpec) -> list[int] | None:
     return None if order == list(range(d)) else order
 
 
-class LatentAttention(_CompiledDecode):
+class LatentAttention(CompiledDecode):
     """Rotated rows are reordered on load, from interleaved pairs to halves, alike in q and k."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:

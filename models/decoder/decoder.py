@@ -24,6 +24,7 @@ from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
+    CompiledDecode,
     DecodeNeighbors,
     GroupedQueryAttention,
     KvPool,
@@ -229,6 +230,7 @@ class AttentionHalf:
         attention, hidden_TD = weights.attention, (yield from self.residual(hidden_TD, batch))
         if (
             last is None
+            and isinstance(attention, CompiledDecode)
             and attention.decodes
             and decodes_at_once(batch, metadata.plans[self.spec.sliding_windows[layer]])
         ):
@@ -278,11 +280,12 @@ class AttentionHalf:
         """
         rows = []
         for each in self._layers:
-            if self.spec.unrotated or each.shared is not None or not each.attention.decodes:
+            attention, has_shared = each.attention, each.shared is not None
+            if self.spec.unrotated or has_shared or not isinstance(attention, CompiledDecode):
                 return None
-            if not each.neighbors.top_k:
+            if not attention.decodes or not each.neighbors.top_k:
                 return None
-            rows.append(each.attention.decode_fields(each.neighbors))
+            rows.append(attention.decode_fields(each.neighbors))
         return np.stack(rows)
 
     def decodes_at_once(self, batch: AttentionBatch) -> bool:

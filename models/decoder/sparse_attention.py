@@ -54,6 +54,11 @@ class SparseLatentAttention(LatentAttention):
         scale = (self._sizes.heads * self._sizes.head_dim) ** -0.5
         self._weigh = PackedLinear(weights["weights"].mul_(scale))
 
+    @property
+    def decodes(self) -> bool:
+        """False: the compiled call selects no tokens."""
+        return False
+
     def _entries(
         self, latent_T1C: Tensor, x_TD: Tensor, metadata: AttentionMetadata
     ) -> Steps[tuple[Tensor, ...]]:

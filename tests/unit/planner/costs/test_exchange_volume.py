@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.moe.dispatch import plan_dispatch, slice_parts
+from actors.moe.dispatch import plan_dispatch
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from models.prediction.routing_counts import RoutingCounts
@@ -48,7 +48,7 @@ def exchange(ids_TK: Ints, placed: LayerSlots, bounds: Ints) -> int:
         ids, weights = ids_TK[start:stop], np.ones((stop - start, 2), np.float32)
         for piece in plan_dispatch(ids, weights, [(0, stop - start)], placed):
             if piece.rank != worker:
-                row_bytes, *rest = (part.num_bytes for part in slice_parts(piece, X_1D))
+                row_bytes, *rest = (part.num_bytes for part in piece.parts(X_1D))
                 sent_bytes += 2 * row_bytes + sum(rest)
     return sent_bytes
 
