@@ -272,7 +272,7 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+    "family", ["qwen3_moe", "qwen2_moe", "afmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 )
 def test_generated_tokens_keep_their_bits_in_any_company(
     tiny_checkpoint: Checkpoints, family: str, dtype: Literal["float32", "bfloat16"]
