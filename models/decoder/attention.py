@@ -26,7 +26,6 @@ from kernels.fused_ops import norm_and_rope, sigmoid, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
 from kernels.norm_rope import rms_norm
-from kernels.routing import sigmoid
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata

@@ -74,6 +74,8 @@ class ExpertRouter:
             if chosen:
                 yield
             chosen.append(self.choose(x_TD[tile], self.logits(x_TD[tile])))
+        if len(chosen) == 1:
+            return self._applied(chosen[0])
         ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
         weights_TK = torch.cat([part.topk_weights_TK for part in chosen])
         return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK))
