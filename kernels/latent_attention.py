@@ -27,7 +27,7 @@ from kernels.linear import PackedLinear, has_panels, linear
 from kernels.packed_attention import SequenceRows, take
 from kernels.panels import multiply_heads
 from kernels.row_ops import COMPILED_DTYPES
-from kernels.steps import Steps
+from kernels.steps import Steps, map_tiles
 from kernels.thread_pool import shared_pool
 
 
@@ -62,11 +62,11 @@ class LatentUp:
         v_address = self._expand.addresses[0] + self._value_row * row_bytes
         return self._to_entries.addresses[0], k_bytes, v_address, v_bytes
 
-    def expanded(self, latent_Sr: Tensor) -> tuple[Tensor, Tensor]:
-        """Return plain keys [S, H, n] and values [S, H, v]."""
+    def expanded(self, latent_Sr: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+        """Return plain keys [S, H, n] and values [S, H, v], computed tile by tile."""
         S, H, v_row = len(latent_Sr), self.num_heads, self._value_row
         if self.has_panels:
-            kv_SHc = self._expand(latent_Sr).view(S, H, -1)
+            kv_SHc = (yield from map_tiles(self._expand, latent_Sr)).view(S, H, -1)
         else:
             kv_SHc = linear(latent_Sr, self._weight_Hcr.flatten(0, 1)).view(S, H, -1)
         return kv_SHc[..., : self.nope_dim], kv_SHc[..., v_row : v_row + self.value_dim]
@@ -169,7 +169,7 @@ def _expanded(
 ) -> Steps[None]:
     """Compute keys [S, H, d] and values [S, H, v] of all heads, then attention."""
     S, r = entries_S1C.shape[0], up.rank
-    k_SHn, v_SHv = up.expanded(entries_S1C[:, 0, :r])
+    k_SHn, v_SHv = yield from up.expanded(entries_S1C[:, 0, :r])
     k_SHd = torch.cat((k_SHn, entries_S1C[..., r:].expand(-1, up.num_heads, -1)), dim=-1)
     if _is_compiled(q_THd, tiles):
         rows = compiled_rows([_whole(q_THd, S)], None, 1)
