@@ -32,13 +32,13 @@ from kernels.attention_ops import (
 from kernels.compiled import (
     address_of,
     compiled,
-    float32_at,
     int32_at,
     int64_at,
     now_ns,
     read_numbers,
     write_numbers,
 )
+from kernels.row_ops import group_pairs
 from kernels.thread_pool import FUTEX, atomic_read, atomic_write, syscall, yield_core
 
 DONE, LATE, DECLINED = 0, 1, 2  # of a decode call; a server answers DONE or DECLINED
@@ -112,45 +112,34 @@ def _wait_for(area: int, number: int, until_ns: int, spin_ns: int) -> bool:
 
 @compiled
 def _send_rows(
-    peer: int, rank: int, size: int, T: int, D: int, K: int, x: int, ids: int, weights: int,
-    rank_of: int, local_of: int, call: int, sent_rows: Any,
+    peer: int, size: int, T: int, D: int, K: int, x: int, ids: int, weights: int, local: int,
+    call: int, sent_rows: Any,
 ) -> int:  # fmt: skip
     """Send a rank the rows and pairs of its experts, and return the number of rows U.
 
-    Pairs are sorted by local expert, then by row. sent_rows [T]: set to the rows of the batch.
+    Pairs are sorted by local expert, then by row. local: as of `group_pairs`. sent_rows [T]: set to
+    the rows of the batch.
     """
     area, x_at, rows_at, weights_at, counts_at, _, event, e = carray(int64_at(peer), (PEER_FIELDS,))
-    ids_N, weights_N = carray(int64_at(ids), (T * K,)), carray(float32_at(weights), (T * K,))
-    rank_E, local_E = int64_at(rank_of), int64_at(local_of)
-    counts, next_of = carray(int64_at(counts_at), (e,)), np.zeros(e + 1, np.int64)
-    counts[:] = 0
-    U = N = 0
-    for t in range(T):
-        is_sent = False
-        for n in range(t * K, t * K + K):
-            if rank_E[ids_N[n]] == rank:
-                counts[local_E[ids_N[n]]] += 1
-                N += 1
-                is_sent = True
-        if is_sent:
-            sent_rows[U] = t
-            U += 1
-    if not U:
-        return 0
+    group_pairs(ids, weights, local, T * K, K, e, rows_at, weights_at, counts_at)
+    counts, place_T, U, N = carray(int64_at(counts_at), (e,)), np.zeros(T, np.int64), 0, 0
     for expert in range(e):
-        next_of[expert + 1] = next_of[expert] + counts[expert]
-    to_rows, to_weights = carray(int64_at(rows_at), (N,)), carray(float32_at(weights_at), (N,))
-    for u in range(U):
-        t = sent_rows[u]
-        source = carray(int32_at(x + t * D * size), (D * size // 4,))
-        target = carray(int32_at(x_at + u * D * size), (D * size // 4,))
-        for i in range(D * size // 4):
-            target[i] = source[i]
-        for n in range(t * K, t * K + K):
-            if rank_E[ids_N[n]] == rank:
-                at = next_of[local_E[ids_N[n]]]
-                next_of[local_E[ids_N[n]]] += 1
-                to_rows[at], to_weights[at] = u, weights_N[n]
+        N += counts[expert]
+    if not N:
+        return 0
+    rows_N = carray(int64_at(rows_at), (N,))
+    for n in range(N):
+        place_T[rows_N[n]] = 1
+    for t in range(T):
+        if place_T[t]:
+            source = carray(int32_at(x + t * D * size), (D * size // 4,))
+            target = carray(int32_at(x_at + U * D * size), (D * size // 4,))
+            for i in range(D * size // 4):
+                target[i] = source[i]
+            sent_rows[U], place_T[t] = t, U
+            U += 1
+    for n in range(N):
+        rows_N[n] = place_T[rows_N[n]]
     fields, given = carray(int64_at(area + _CALL), (CALL_FIELDS,)), int64_at(call)
     for i in range(CALL_FIELDS):
         fields[i] = given[i]
@@ -197,8 +186,8 @@ def decode_remote_layers(
     """Run `attend_layer` and remote experts for layers [first, last); return the layer reached.
 
     tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; places
-    [L, 2], addresses of each expert's rank and local index [E]; peers [R, PEER_FIELDS]; the call,
-    CALL_FIELDS and the status, which is set if a layer's experts are not complete: LATE after
+    [L, R], addresses of each expert's index on a rank (`group_pairs`); peers [R, PEER_FIELDS]; the
+    call, CALL_FIELDS and the status, which is set if a layer's experts are not complete: LATE after
     wait_ns, or DECLINED; sent [L, R], rows sent to each rank; sent_rows [R, T]; answered [L, R] and
     ends [L, CLOCK_FIELDS], in ns. resumes: the first layer's experts have been called. spin_ns:
     time to wait awake.
@@ -225,11 +214,11 @@ def decode_remote_layers(
             )
             ends[0] = now_ns()
             fields[1] = layer
-            rank_of, local_of = carray(int64_at(places + layer * 16), (2,))
+            local_R = carray(int64_at(places + layer * R * 8), (R,))
             for rank in range(R):
                 sent_U[rank] = _send_rows(
-                    peers + rank * PEER_FIELDS * 8, rank, size, T, D, K, x, ids, weights, rank_of,
-                    local_of, call, sent_RT[rank],
+                    peers + rank * PEER_FIELDS * 8, size, T, D, K, x, ids, weights, local_R[rank],
+                    call, sent_RT[rank],
                 )  # fmt: skip
             ends[1] = now_ns()
         until_ns = now_ns() + wait_ns

@@ -45,6 +45,7 @@ from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder,
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
+from planner.placement.slots import LayerSlots
 
 WAIT_S: Final = 0.005  # then the loop of the attention rank runs
 GIVE_UP_S: Final = 0.5  # then the layer uses packets
@@ -167,7 +168,7 @@ class RemoteLayerDecoder(LayerDecoder):
         self._topology = self._next_topology = topology
         spec = self._half.spec
         slots = [topology.slots.layer(layer) for layer in range(spec.num_layers)]
-        bounds, experts = slots[0].bounds, np.arange(spec.num_experts)
+        bounds = slots[0].bounds
         ranks = len(bounds)
         self._peers = np.zeros((ranks, PEER_FIELDS), np.int64)
         self._words: list[NDArray[np.int64]] = []
@@ -189,12 +190,10 @@ class RemoteLayerDecoder(LayerDecoder):
             entry[:] = *layout.place(area.memory.data_ptr()), area.event, high - low
             self._words.append(area.memory[: READY + 8].numpy().view(np.int64))
         self._areas = self._parts.endpoint.call_areas
-        self._tables = []
-        for each in slots:
-            slot_E = each.of_pairs(experts).astype(np.int64)
-            rank_E = each.ranks_of(slot_E)
-            self._tables.append(np.stack((rank_E, slot_E - each.lows_R[rank_E])))
-        self._places = np.array([[row.ctypes.data for row in table] for table in self._tables])
+        self._local = {each: _local_indices(each) for each in slots}  # layers are often equal
+        self._places = np.array(
+            [[row.ctypes.data for row in self._local[each]] for each in slots], np.int64
+        )
         shape = spec.num_layers, ranks
         self._sent, self._answered = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._sent_rows = np.zeros((ranks, self._most_rows), np.int64)
@@ -226,6 +225,15 @@ class RemoteLayerDecoder(LayerDecoder):
                 answered_s = 1e-9 * int(self._answered[layer, rank])
                 task = owner.batch, layer, owner.micro_batch, 0, int(self._sent[layer, rank])
                 timeline.add(TaskSpan(transfer, Stage.E2A, answered_s, arrived_s, *task))
+
+
+def _local_indices(placed: LayerSlots) -> NDArray[np.int64]:
+    """Return each expert's index on each rank [R, E], as of `group_pairs`; without replicas."""
+    slot_E = placed.of_pairs(np.arange(placed.count)).astype(np.int64)
+    low_R1, high_R1 = np.array(placed.bounds, np.int64).T[:, :, None]
+    is_there = (slot_E >= low_R1) & (slot_E < high_R1)
+    local_RE: NDArray[np.int64] = np.where(is_there, slot_E - low_R1, high_R1 - low_R1)
+    return local_RE
 
 
 class ServedCall(NamedTuple):
