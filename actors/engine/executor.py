@@ -340,7 +340,7 @@ class Executor:
             micro_batch.stage = TaskStage.FINISH
         finally:
             if decoder.waits:
-                decoder.cancel()
+                decoder.end()
 
     def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
         """Build the inputs that all layers share."""

@@ -41,7 +41,13 @@ from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder, stage_ends
+from models.decoder.layer_decoder import (
+    CallOwner,
+    DecodedLayers,
+    LayerDecoder,
+    most_rows,
+    stage_ends,
+)
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
@@ -55,7 +61,7 @@ _PAIR_BYTES: Final = 12  # row and weight
 
 def area_layout(spec: ModelSpec) -> AreaLayout:
     """Return the layout of a model's call areas, with room for float32 rows."""
-    return AreaLayout.of(RUN_PAIRS // spec.top_k, RUN_PAIRS, 4 * spec.hidden_size, spec.num_experts)
+    return AreaLayout.of(most_rows(spec), RUN_PAIRS, 4 * spec.hidden_size, spec.num_experts)
 
 
 class DirectCalls(NamedTuple):
@@ -122,20 +128,15 @@ class RemoteLayerDecoder(LayerDecoder):
         self._call[:] = self._topology.generation, 0, 0, 0, *owner, 0
         if client is not None and not resumes:
             self._lease = client.begin_layer()
-        tables = (
-            self._layers, self._batches, self._places, self._peers, self._call, self._sent,
-            self._sent_rows, self._answered, clock,
-        )  # fmt: skip
-        addresses = np.array([len(self._peers), *(table.ctypes.data for table in tables)])
         times_ns = int(1e9 * WAIT_S), int(1e9 * self._parts.endpoint.spin_s)
         reached = decode_remote_layers(
-            shared_pool(), addresses.ctypes.data, first, last, resumes, *times_ns
+            shared_pool(), self._tables.ctypes.data, first, last, resumes, *times_ns
         )
         self._count(first, reached, len(hidden_TD), owner)
         stages = Stage.ATTENTION, Stage.SEND, Stage.WAIT
         done = DecodedLayers(stage_ends(stages, clock[first:reached]))
         if reached == last:
-            self._end()
+            self.end()
             return done
         if not resumes or reached > first:
             self.waits, self._since_s = True, self._parts.endpoint.clock()
@@ -143,10 +144,7 @@ class RemoteLayerDecoder(LayerDecoder):
             return done
         return self._fall_back(reached, len(hidden_TD))._replace(ends=done.ends)
 
-    def cancel(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
         if self._parts.client is not None:
             self._parts.client.end_layer(self._lease)
         self.waits = False
@@ -158,7 +156,7 @@ class RemoteLayerDecoder(LayerDecoder):
 
     def _fall_back(self, layer: int, rows: int) -> DecodedLayers:
         """Return the input of a layer's experts, for packets."""
-        self._end()
+        self.end()
         ids_TK = self._ids_LTK[layer].view(-1)[: rows * self._half.spec.top_k].view(rows, -1)
         tensors = self._x_TD[:rows], ids_TK, self._weights_TK[:rows]
         return DecodedLayers((), RoutedTokens(*(tensor.clone() for tensor in tensors)))
@@ -197,6 +195,11 @@ class RemoteLayerDecoder(LayerDecoder):
         shape = spec.num_layers, ranks
         self._sent, self._answered = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._sent_rows = np.zeros((ranks, self._most_rows), np.int64)
+        tables = (
+            self._layers, self._batches, self._places, self._peers, self._call, self._sent,
+            self._sent_rows, self._answered, self._clock,
+        )  # fmt: skip
+        self._tables = np.array([ranks, *(table.ctypes.data for table in tables)])
 
     def _can_call(self) -> bool:
         """Return whether all ranks serve calls, and none computes one that was given up."""
@@ -322,7 +325,7 @@ class CallServer:
         self._peers = np.zeros((len(self._areas), PEER_FIELDS), np.int64)
         for entry, area in zip(self._peers, self._areas, strict=True):
             place = layout.place(area.memory.data_ptr())
-            entry[:] = *place, RUN_PAIRS // spec.top_k, RUN_PAIRS
+            entry[:] = *place, most_rows(spec), RUN_PAIRS
             area.memory[READY] = 1
 
 

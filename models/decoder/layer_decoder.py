@@ -24,6 +24,7 @@ from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_loading import ExpertLayer
 from models.experts.router import RoutedTokens
+from models.spec.model import ModelSpec
 
 
 class CallOwner(NamedTuple):
@@ -46,6 +47,11 @@ class DecodedLayers(NamedTuple):
     routed: RoutedTokens | None = None
 
 
+def most_rows(spec: ModelSpec) -> int:
+    """Return the number of rows that a call is made for."""
+    return RUN_PAIRS // spec.top_k
+
+
 class LayerDecoder(abc.ABC):
     """Tables of a call with a row for each layer, and room for its results.
 
@@ -61,7 +67,7 @@ class LayerDecoder(abc.ABC):
         table = half.decode_table()
         assert table is not None
         self._half, self._kv, self._layers = half, kv, table
-        self._most_rows = RUN_PAIRS // spec.top_k
+        self._most_rows = most_rows(spec)
         self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
         self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
         self._weights_TK = torch.empty((self._most_rows, spec.top_k))
@@ -91,8 +97,8 @@ class LayerDecoder(abc.ABC):
         is_alone: no other batch needs the loop.
         """
 
-    def cancel(self) -> None:  # noqa: B027 - most calls do not wait
-        """Forget a call that waits, because its batch was dropped."""
+    def end(self) -> None:  # noqa: B027 - most calls do not wait
+        """End a call that is complete, or whose batch was dropped while it waited."""
 
     def _fill(self, hidden_TD: Tensor, batch: AttentionBatch) -> None:
         metadata = self._half.prepare(batch)
