@@ -173,7 +173,8 @@ class DeviceDispatch:
             self._sample.routed(owner, ids.tensor.numpy())
         while self._counted and self._counted[0].totals.is_ready:
             layer, placed, totals = self._counted.popleft()
-            self._counts.add_totals(layer, totals.tensor.numpy(), placed)
+            rows_R, pairs_S = np.split(totals.tensor.numpy(), [len(placed.bounds)])
+            self._counts.add_totals(layer, rows_R, pairs_S, placed)
 
     def _count(self, layer: int, plan: DevicePlan, placed: LayerSlots) -> None:
         """Add to the totals on the device; copy them from time to time."""

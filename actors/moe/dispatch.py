@@ -305,21 +305,22 @@ class DispatchCounts:
     ) -> None:
         """Count a direct call of each rank: its rows, and experts without replicas."""
         self.tokens += tokens
+        pairs_S = np.bincount(placed.of_pairs(ids_N), minlength=placed.count)
+        self.add_totals(layer, rows_R, pairs_S, placed)
+
+    def add_totals(
+        self,
+        layer: int,
+        rows_R: NDArray[np.int64],
+        pairs_S: NDArray[np.int64],
+        placed: LayerSlots,
+    ) -> None:
+        """Count the rows of each rank and the pairs of each slot, of tokens that are counted."""
         self.copies += int(rows_R.sum())
         known = self._pairs_of(layer, placed)
-        pairs_S = np.bincount(placed.of_pairs(ids_N), minlength=placed.count)
         for rank, (low, high) in enumerate(placed.bounds):
             self.pairs_R[rank] += int(pairs_S[low:high].sum())
             known.pairs_of_ranks[rank] += pairs_S[low:high]
-
-    def add_totals(self, layer: int, line: NDArray[np.int64], placed: LayerSlots) -> None:
-        """Count packets of a layer whose tokens are counted. line: rows by rank, pairs by slot."""
-        known, ranks = self._pairs_of(layer, placed), len(placed.bounds)
-        self.copies += int(line[:ranks].sum())
-        for rank, (low, high) in enumerate(placed.bounds):
-            pairs_e = line[ranks + low : ranks + high]
-            self.pairs_R[rank] += int(pairs_e.sum())
-            known.pairs_of_ranks[rank] += pairs_e
 
     def _pairs_of(self, layer: int, placed: LayerSlots) -> _LayerPairs:
         known = self._layers.get(layer)
