@@ -421,7 +421,8 @@ class LatentAttention(CompiledDecode):
         if self._latent.interleaved:
             for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
                 if role in weights:
-                    _to_halves(weights[role], heads, self._latent.rope_dim)
+                    by_head = weights[role].view(heads, -1, *weights[role].shape[1:])
+                    to_halves(by_head[:, -self._latent.rope_dim :])
         self._queries = PackedLinear(weights["q"]) if "q" in weights else LowRankQueries(weights)
         self._kv_a = PackedLinear(weights["kv_a"], weights.get("kv_a_bias"))
         self._kv_norm = weights["kv_norm"]
@@ -525,8 +526,6 @@ class LowRankQueries:
         return fused_ops.rms_norm(self.a(x_TD), self.norm, LATENT_EPS)
 
 
-def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:
-    """Reorder the last rope_dim rows of each head in place: even ones first, then odd ones."""
-    whole = weight.view(heads, weight.shape[0] // heads, *weight.shape[1:])
-    rows = whole[:, whole.shape[1] - rope_dim :]
-    rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))
+def to_halves(rows_Hp: Tensor) -> None:
+    """Reorder rows of each head [H, p, ...] in place: even ones first, then odd ones."""
+    rows_Hp.copy_(torch.cat((rows_Hp[:, 0::2], rows_Hp[:, 1::2]), dim=1))

@@ -22,7 +22,7 @@ from kernels.packed_attention import SequenceRows
 from kernels.steps import Steps, map_tiles
 from kernels.thread_pool import shared_pool
 from kernels.token_selection import select_tokens
-from models.decoder.attention import KvPool, LatentAttention, LowRankQueries
+from models.decoder.attention import KvPool, LatentAttention, LowRankQueries, to_halves
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.spec.model import ModelSpec
 from models.weights.layout import indexer_tensors
@@ -47,8 +47,7 @@ class SparseLatentAttention(LatentAttention):
         weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}
         if self._sizes.interleaved:
             for role, heads in (("q", self._sizes.heads), ("k", 1), ("norm", 1), ("bias", 1)):
-                first = weights[role].view(heads, self._sizes.head_dim, -1)[:, : self._p]
-                first.copy_(torch.cat((first[:, 0::2], first[:, 1::2]), dim=1))
+                to_halves(weights[role].view(heads, self._sizes.head_dim, -1)[:, : self._p])
         self._index_q, self._index_k = PackedLinear(weights["q"]), PackedLinear(weights["k"])
         self._norm = weights["norm"], weights["bias"]
         scale = (self._sizes.heads * self._sizes.head_dim) ** -0.5
