@@ -28,7 +28,7 @@ _TOLERANCE = 0.1  # for values of 1 to 10 in bfloat16
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
     """Return the RMS norm (kernels/norm_rope.py)."""
-    if _is_compiled(x):
+    if row_ops.is_compiled(x):
         D, out = x.shape[-1], torch.empty_like(x)
         addresses = x.data_ptr(), D, weight_D.data_ptr(), out.data_ptr()
         wide = x.dtype is torch.float32
@@ -45,7 +45,12 @@ def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Return a new tensor: each head normed by its weight (None: not), then rotated by rope."""
-    if x_THd.shape[0] and _is_compiled(x_THd[0]) and cos.is_contiguous() and sin.is_contiguous():
+    if (
+        x_THd.shape[0]
+        and row_ops.is_compiled(x_THd[0])
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    ):
         T, H, d = x_THd.shape
         out = torch.empty((T, H, d), dtype=x_THd.dtype)
         weight = 0 if weight_Hd is None else weight_Hd.data_ptr()
@@ -64,7 +69,7 @@ def norm_and_rope(
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the sigmoid. torch's own differs in the last bit between places of a tensor."""
-    if not _is_compiled(x):
+    if not row_ops.is_compiled(x):
         return x.sigmoid()
     numbers = torch.empty(x.shape).copy_(x)
     row_ops.sigmoid(numbers.data_ptr(), numbers.numel())
@@ -73,7 +78,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:
     """Copy rows of x to slots of the pool."""
-    if not x_TGd.shape[0] or not _is_compiled(x_TGd[0]):
+    if not x_TGd.shape[0] or not row_ops.is_compiled(x_TGd[0]):
         pool_PGd.index_copy_(0, slots_T, x_TGd)
         return
     row_ops.write_rows(
@@ -85,10 +90,6 @@ def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:
         x_TGd.shape[0],
         x_TGd.shape[1] * x_TGd.shape[2],
     )
-
-
-def _is_compiled(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
 
 
 def gated(h_NF2: Tensor, count: Tensor | None = None) -> Tensor:

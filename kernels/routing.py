@@ -31,7 +31,7 @@ def softmax_top_k(
     normalize: weights of a token sum to 1. round_to: a dtype that the weights are rounded to
     (Qwen3-MoE uses the model's).
     """
-    if _is_compiled(logits_TE):
+    if row_ops.is_compiled(logits_TE):
         ids_TK = torch.empty((len(logits_TE), top_k), dtype=torch.int64)
         return ids_TK, _on_cpu(logits_TE, ids_TK, normalize, round_to, given=False)
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
@@ -43,14 +43,10 @@ def softmax_weights(
     logits_TE: Tensor, ids_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None = None
 ) -> Tensor:
     """Return [T, K] float32: the weights of `softmax_top_k` for given experts."""
-    if _is_compiled(logits_TE):
+    if row_ops.is_compiled(logits_TE):
         return _on_cpu(logits_TE, ids_TK.contiguous(), normalize, round_to, given=True)
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
-
-
-def _is_compiled(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
 
 
 def _on_cpu(

@@ -15,6 +15,7 @@ import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
+from torch import Tensor
 
 from kernels.compiled import (
     F32,
@@ -40,6 +41,11 @@ from kernels.compiled import (
 
 COMPILED_DTYPES: Final = (torch.float32, torch.bfloat16)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+def is_compiled(x: Tensor) -> bool:
+    """Return whether compiled code can read a tensor."""
+    return x.is_cpu and x.dtype in COMPILED_DTYPES and x.is_contiguous()
 
 
 @intrinsic
