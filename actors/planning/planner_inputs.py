@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import torch
 
-from models.decoder.attention import kv_entry_shapes
+from models.decoder.attention import kv_elements
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -24,7 +24,6 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         latent = msgspec.convert(spec.latent, LatentShape, from_attributes=True)
         per_head = spec.latent.kv_rank * (spec.latent.nope_dim + spec.latent.value_dim)
         projection_elements -= spec.num_heads * per_head
-    entry_elements = sum(heads * size for heads, size in kv_entry_shapes(spec))
     # Work on states does not grow with the context: a window of one token.
     states = spec.recurrent_layers
     windows = [
@@ -37,7 +36,7 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         head_dim=spec.head_dim,
         projections=len(matrices),
         projection_elements=projection_elements,
-        kv_entry_elements=entry_elements * spec.attention_layers // spec.num_layers,
+        kv_entry_elements=kv_elements(spec) // spec.num_layers,
         windows=tuple(windows[layer] for layer in spec.moe_layers),
         num_experts=spec.num_experts,
         top_k=spec.top_k,

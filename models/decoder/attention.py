@@ -37,18 +37,30 @@ from models.weights.layout import WeightSpecs, attention_tensors
 from models.weights.loading import Loader
 
 
-def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Return the [heads, size] of a token's entries in a layer: K and V, or one latent."""
-    if spec.latent is not None:
-        keys = () if spec.indexer is None else ((1, spec.indexer.head_dim),)
-        return ((1, spec.latent.entry_dim), *keys)
-    return ((spec.num_kv_heads, spec.head_dim),) * 2
+def kv_entry_shapes(spec: ModelSpec, layer: int) -> tuple[tuple[int, int], ...]:
+    """Return the [heads, size] of a token's entries in a layer.
+
+    K and V, or one latent and an indexer's key; none in a layer with recurrent states.
+    """
+    if layer in spec.recurrent_layers:
+        return ()
+    if spec.latent is None:
+        return ((spec.num_kv_heads, spec.head_dim),) * 2
+    indexer = spec.indexer
+    if indexer is None or layer in indexer.shared_layers:
+        return ((1, spec.latent.entry_dim),)
+    return ((1, spec.latent.entry_dim), (1, indexer.head_dim))
+
+
+def kv_elements(spec: ModelSpec) -> int:
+    """Return the pool elements per token over all layers."""
+    layers = range(spec.num_layers)
+    return sum(math.prod(shape) for layer in layers for shape in kv_entry_shapes(spec, layer))
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the pool bytes per token over all layers."""
-    elements = sum(math.prod(shape) for shape in kv_entry_shapes(spec))
-    return spec.attention_layers * elements * dtype.itemsize
+    return kv_elements(spec) * dtype.itemsize
 
 
 def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -61,9 +73,10 @@ def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     )
 
 
-def state_shapes(
-    sizes: RecurrentSpec, dtype: torch.dtype
-) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def state_shapes(sizes: RecurrentSpec, dtype: torch.dtype) -> _Shapes:
     """Return shape and dtype of a slot in a layer: latest inputs of the convolution, and states."""
     inputs = sizes.key_heads, sizes.taps - 1, sizes.mixed_dim
     states = sizes.value_heads, sizes.key_dim, sizes.value_dim
@@ -93,18 +106,21 @@ class KvPool:
         self.num_blocks, self.num_states = num_blocks, num_states
         self.block_tokens = block_tokens
         self.device = torch.device(device)
-        kv = num_blocks * block_tokens, [(shape, dtype) for shape in kv_entry_shapes(spec)]
-        states = num_states, [] if spec.recurrent is None else state_shapes(spec.recurrent, dtype)
-
-        def new(*, is_recurrent: bool) -> tuple[Tensor, ...]:
-            slots, shapes = states if is_recurrent else kv
-            return tuple(
-                torch.zeros(slots, *shape, dtype=kind, device=self.device) for shape, kind in shapes
-            )
-
-        shared = {kind: new(is_recurrent=kind) for kind in (False, True)} if one_layer else {}
-        kinds = [layer in spec.recurrent_layers for layer in range(spec.num_layers)]
-        self._layers = tuple(shared.get(kind) or new(is_recurrent=kind) for kind in kinds)
+        made: dict[_Shapes, tuple[Tensor, ...]] = {}
+        layers: list[tuple[Tensor, ...]] = []
+        for layer in range(spec.num_layers):
+            if spec.recurrent is not None and layer in spec.recurrent_layers:
+                slots, shapes = num_states, state_shapes(spec.recurrent, dtype)
+            else:
+                slots = num_blocks * block_tokens
+                shapes = tuple((shape, dtype) for shape in kv_entry_shapes(spec, layer))
+            if not one_layer or shapes not in made:
+                made[shapes] = tuple(
+                    torch.zeros(slots, *shape, dtype=kind, device=self.device)
+                    for shape, kind in shapes
+                )
+            layers.append(made[shapes])
+        self._layers = tuple(layers)
         kept = {id(tensor): tensor.nbytes for layer in self._layers for tensor in layer}
         self.num_bytes = sum(kept.values())
 
@@ -114,7 +130,7 @@ class KvPool:
 
     def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
         """Store one [T, heads, size] tensor per entry, then make the batch's slot copies."""
-        for pool, value in zip(self._layers[layer], values, strict=False):
+        for pool, value in zip(self._layers[layer], values, strict=True):
             write_slots(pool, batch.slots_T, value)
             if batch.copies is not None:
                 copied = pool.index_select(0, batch.copies.from_C)

@@ -104,11 +104,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     indexer: IndexerSpec | None = None
 
     @property
-    def attention_layers(self) -> int:
-        """Number of layers with K and V or latents."""
-        return self.num_layers - len(self.recurrent_layers)
-
-    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         layers = () if self.recurrent is None else self.recurrent.layers
         return tuple(layer for layer in layers if layer < self.num_layers)

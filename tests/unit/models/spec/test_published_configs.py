@@ -53,7 +53,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
         score="sigmoid", normalize=True, groups=8, kept_groups=4, best_of_group=2, scale=2.5
     )
     assert spec.rope.softmax_factor == pytest.approx(1.8739, abs=1e-4)  # (0.1 ln 40 + 1)²
-    assert kv_entry_shapes(spec) == ((1, 576),)
+    assert kv_entry_shapes(spec, 0) == ((1, 576),)
     assert spec.dtype == "bfloat16"
 
 
