@@ -35,7 +35,10 @@ _PYTEST: Final = (
 
 
 class Part(NamedTuple):
-    """module: run with -m. needs: packages beside `COMMON`. one, two: what so many GPUs show."""
+    """Check of a part of the GPU code.
+
+    module: run with -m. needs: packages beside `COMMON`. one, two: what one and two GPUs show.
+    """
 
     name: str
     what: str

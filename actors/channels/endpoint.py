@@ -352,7 +352,8 @@ class Endpoint(abc.ABC):
         link.opened_area = None
         if self.accepts_calls and link not in self._areas:
             self._areas[link] = area
-            self._epoll.register(area.event, select.EPOLLIN | select.EPOLLET)  # nobody reads it
+            # Edge-triggered: the event is never read.
+            self._epoll.register(area.event, select.EPOLLIN | select.EPOLLET)
         else:
             area.close()
 

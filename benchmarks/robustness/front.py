@@ -55,7 +55,7 @@ class Place:
 
 
 class NoLauncher:
-    """Stands in for the launcher's handle: a chaos run has only the ingress's own metrics."""
+    """Launcher without metrics: a chaos run has only those of the ingress."""
 
     def __init__(self) -> None:
         self.metrics = self.status = self

@@ -121,7 +121,7 @@ async def _silent(*_: Any) -> Any:
 
 
 def handle(**methods: Any) -> Any:
-    """Return a deployment handle whose other methods are answered by nobody."""
+    """Return a deployment handle whose other methods get no reply."""
     names = ("metrics", "status", "trace", "scale", "clock")
     calls = {name: SimpleNamespace(remote=methods.get(name, _silent)) for name in names}
     return SimpleNamespace(**calls)
