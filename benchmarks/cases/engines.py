@@ -1,10 +1,11 @@
-"""Decode and prefill tokens/s of two ranks and of a colocated one beside llama.cpp and
-`transformers`, with all cores for each engine, interleaved in one run.
+"""Decode and prefill tokens/s of two ranks and of a colocated one beside llama.cpp, OpenVINO GenAI
+and `transformers`, with all cores for each engine, interleaved in one run.
 
     pip install -e '.[bench,engines]' && python -m benchmarks engines --dtype bfloat16
 
-llama.cpp takes part with the medium model, if its packages are installed. `transformers` runs its
-fastest implementation of each phase.
+llama.cpp takes part with the medium model, if its packages are installed, and OpenVINO with
+`--openvino` (benchmarks/support/openvino_side.py). `transformers` runs its fastest implementation
+of each phase.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from benchmarks.cases.machine import core_rates
 from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.llama_cpp import LlamaCpp, write_gguf
 from benchmarks.support.model_work import Rates, one_pass
+from benchmarks.support.openvino_side import OpenVino
 from benchmarks.support.others import wait_for_idle
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.sides import DECODE_STEPS, Implementation, Ours, Theirs
@@ -37,7 +39,13 @@ from tests.support.local_group import LocalGroup
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 # Rows and tokens of each.
-PHASES = {"decode, 16 streams": (16, 32), "decode, 1 stream": (1, 32), "prefill, 8 x 512": (8, 512)}
+PHASES = {
+    "decode, 16 streams": (16, 32),
+    "decode, 1 stream": (1, 32),
+    "prefill, 8 x 512": (8, 512),
+    "classify, 32 x 512, 448 shared": (32, 512),
+}
+SHARED = 448  # first tokens, equal in all rows to classify
 RANKS = {
     "two ranks": [],
     "colocated": ["groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"],
@@ -52,8 +60,8 @@ AGREEMENT = {"float32": 0.8, "bfloat16": 0.4}
 def _config(options: argparse.Namespace, engine: str) -> TandemConfig:
     threads = f"groups.torch_threads={os.cpu_count() or 1}"
     pool = "kv.pool_tokens=16384"
-    dtype, cache = f"model.dtype={options.dtype}", "kv.prefix_cache=false"
-    return load_config(None, [dtype, cache, pool, threads, *RANKS[engine]])
+    dtype = f"model.dtype={options.dtype}"
+    return load_config(None, [dtype, pool, threads, *RANKS[engine]])
 
 
 async def _ours(group: LocalGroup) -> Ours:
@@ -77,6 +85,12 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
             cores = os.cpu_count() or 1
             sides["llama.cpp"] = LlamaCpp(path, threads=cores, streams=16, context=1024)
             opened.callback(sides["llama.cpp"].close)
+        if options.openvino is not None:
+            exported = folder.parent / "openvino"
+            sides["OpenVINO"] = OpenVino(
+                options.openvino, folder, exported, options.dtype, DECODE_STEPS
+            )
+            opened.callback(sides["OpenVINO"].close)
         sides["transformers"] = Theirs(folder, dtype)
         generator = torch.Generator().manual_seed(0)
         fastest: dict[str, Implementation] = {}
@@ -84,6 +98,8 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
             for phase, (rows, tokens) in PHASES.items():
                 batch = torch.randint(1, spec.vocab_size, (rows, tokens), generator=generator)
                 run, answers = phase.partition(",")[0], {}
+                if run == "classify":
+                    batch[:, :SHARED] = batch[0, :SHARED]
                 for engine, side in sides.items():
                     if engine == "transformers":
                         fastest[phase] = fastest.get(phase) or await _fastest(side, run, batch)
@@ -154,7 +170,7 @@ def _limit(spec: ModelSpec, dtype: torch.dtype, phase: str, rates: Rates) -> flo
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     rows = list(summary.items())
-    others = [name for name in ("llama.cpp", "transformers") if name in rows[0][1]]
+    others = [name for name in ("llama.cpp", "OpenVINO", "transformers") if name in rows[0][1]]
     engines, limit = [*RANKS, *others], "colocated / limit"
     ratios = [f"{engine} / {other}" for other in others for engine in RANKS]
     return [
@@ -192,15 +208,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=("medium", "bundled"), default="medium")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--openvino", type=Path, help="python with optimum-intel, openvino-genai")
 
 
 CASES = [
     Case(
         "engines",
         "Beside llama.cpp and transformers",
-        "Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp) and "
-        "`transformers`, all cores for each. limit: the model's products at the rates of one core "
-        "(GEMM, memory reads), times the cores.",
+        "Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp), OpenVINO GenAI "
+        "and `transformers`, all cores for each. classify: prompt tokens/s of rows that share a "
+        "prefix, with each engine's prefix cache. limit: the model's products, without a cache, at "
+        "the rates of one core (GEMM, memory reads), times the cores.",
         measure,
         tables,
         add_options,

@@ -123,6 +123,10 @@ class LlamaCpp:
     async def prefill(self, rows: Tensor) -> list[int]:
         return await self._all(rows, 1)
 
+    async def classify(self, rows: Tensor) -> list[int]:
+        """One row after the other: its cached prefix is that of one slot."""
+        return [(await self._one(row, 1, cached=True))[0] for row in rows.tolist()]
+
     async def decode(self, rows: Tensor) -> list[int]:
         return await self._all(rows, DECODE_STEPS)
 
@@ -133,13 +137,13 @@ class LlamaCpp:
             raise RuntimeError(f"{sorted(map(len, answers))} tokens were generated, not {tokens}")
         return [answer[0] for answer in answers]
 
-    async def _one(self, row: list[int], tokens: int) -> list[int]:
+    async def _one(self, row: list[int], tokens: int, *, cached: bool = False) -> list[int]:
         body = {
             "prompt": row,
             "n_predict": tokens,
             "temperature": 0.0,
             "ignore_eos": True,
-            "cache_prompt": False,
+            "cache_prompt": cached,
             "return_tokens": True,
         }
         reply = await self._client.post("/completion", json=body)

@@ -1,5 +1,5 @@
-"""The two sides of `benchmarks.cases.engines`, with the same two methods: `prefill`
-runs rows as prompts, `decode` continues them greedily."""
+"""Two sides of `benchmarks.cases.engines`, with the same methods: `prefill` runs rows as prompts,
+`classify` rows with a common prefix, `decode` continues rows greedily."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ class Ours:
         ])  # fmt: skip
         return [int(torch.tensor(event.candidate_logits).argmax()) for (event,) in logits]
 
+    classify = prefill
+
     async def decode(self, rows: torch.Tensor) -> list[int]:
         """DECODE_STEPS tokens after each row; returns the first of each."""
         sampling = Sampling(max_tokens=DECODE_STEPS, temperature=0.0, ignore_eos=True)
@@ -71,6 +73,8 @@ class Theirs:
         with torch.inference_mode():
             logits = self._model(rows, use_cache=False, logits_to_keep=1).logits
         return [int(row.argmax()) for row in logits[:, -1, :CANDIDATES]]
+
+    classify = prefill
 
     async def decode(self, rows: torch.Tensor) -> list[int]:
         with torch.inference_mode():
