@@ -10,6 +10,7 @@ With a hardware file there are two sets of stage models, the file's and the refi
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import OrderedDict, deque
@@ -25,8 +26,9 @@ from planner.costs.stages import FREE, Linear, PlanSpec
 from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
+from planner.online.split_trials import SplitTrials
 from planner.online.stages import SizedStage
-from planner.schedule.batch_plan import planned_batch, replayed_ms
+from planner.schedule.batch_plan import planned_batch, replayed_ms, uncut_batch
 from planner.schedule.solver import PlannedBatch
 
 DRIFT = 0.15  # relative change of a stage at a reference size that starts a new version
@@ -100,6 +102,7 @@ class OnlinePlanner:
         self._reports = 0
         self._solo_line = OnlineLinear(Linear(0.0, 1.0), _EVEN)
         self._between = SizedStage(None, _TYPICAL_SEQUENCES)
+        self._trials = SplitTrials()
 
     @property
     def _view(self) -> _ModelView:
@@ -126,10 +129,12 @@ class OnlinePlanner:
             raise NoPlanError(f"too few measured times yet of: {stages}")
         if tokens > most:
             raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
+        chunk_ms = self._models.chunk_time()
         try:
-            planned = planned_batch(
-                spec, batch, self._models.chunk_time(), beyond=self._setup.beyond
-            )
+            if _decodes(batch) and not self._trials.splits(len(batch)):
+                planned = uncut_batch(spec, batch, chunk_ms)
+            else:
+                planned = planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
         except ValueError as error:
             raise NoPlanError(str(error)) from None
         self._known[bucket_of(batch)] = planned
@@ -159,6 +164,9 @@ class OnlinePlanner:
             for view, ms in zip(self._model_views, known, strict=True):
                 view.update_line(ms, report.measured_ms)
         self._following.add_batch(report)
+        rows = list(itertools.chain.from_iterable(batches))
+        if _decodes(rows) and self._trials.add(len(rows), len(batches) > 1, report.measured_ms):
+            self._plan_again()
         self._count_report()
 
     def observe_experts(self, report: ExpertReport) -> None:
@@ -218,10 +226,13 @@ class OnlinePlanner:
         warmed_up = bool(times) and not self._reference
         due = self._reports >= least_reports and _drifted(self._reference, times)
         if warmed_up or due:
-            self.version += 1
             self._reports = 0
             self._reference = times
-            self._known.clear()
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        self.version += 1
+        self._known.clear()
 
 
 class _ModelView(NamedTuple):
@@ -246,6 +257,10 @@ def _replayed_ms(
     if spec is None:
         return None
     return replayed_ms(spec, models.chunk_time(), plan, micro_batches)
+
+
+def _decodes(batch: Chunks) -> bool:
+    return all(stop - start == 1 for start, stop in batch)
 
 
 def _tokens(micro_batches: Sequence[Chunks]) -> int:

@@ -226,10 +226,14 @@ def planned_batch(
     """Return the best plan, or no cut if that gains little. Raises ValueError like `plan_batch`."""
     sequences = [NewTokens(start, stop) for start, stop in batch]
     planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
-    uncut_ms = replayed_ms(spec, chunk_ms, Plan(), [batch])
-    if planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
-        return PlannedBatch(Plan(me=spec.me(count_tokens(batch), 1)), uncut_ms, len(batch))
-    return planned
+    uncut = uncut_batch(spec, batch, chunk_ms)
+    return uncut if planned.makespan_ms > (1 - LEAST_GAIN) * uncut.makespan_ms else planned
+
+
+def uncut_batch(spec: PlanSpec, batch: Chunks, chunk_ms: ChunkTime) -> PlannedBatch:
+    """Return the plan of one micro-batch and one token group."""
+    makespan = replayed_ms(spec, chunk_ms, Plan(), [batch])
+    return PlannedBatch(Plan(me=spec.me(count_tokens(batch), 1)), makespan, len(batch))
 
 
 def replayed_ms(

@@ -24,7 +24,15 @@ from planner.online.planner import (
     OnlinePlanner,
 )
 from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
-from planner.schedule.batch_plan import LEAST_GAIN, MORE_TOKENS, NewTokens, fit_plan, plan_batch
+from planner.online.split_trials import REPEAT_REPORTS, TRIAL_REPORTS, SplitTrials
+from planner.schedule.batch_plan import (
+    LEAST_GAIN,
+    MORE_TOKENS,
+    NewTokens,
+    fit_plan,
+    plan_batch,
+    sequence_ranges,
+)
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 
@@ -208,6 +216,33 @@ def test_plans_are_cached_until_models_change_which_is_never_without_refit() -> 
     assert planner.version > 1
     assert planner.known(batch) is None
     assert (fixed.version, fixed.plan(batch).makespan_ms) == (1, before)
+
+
+@pytest.mark.parametrize(("slower", "splits"), [(0.3, True), (3.0, False)])
+def test_decode_batches_are_split_only_if_that_measures_faster(slower: float, splits: bool) -> None:
+    """slower: measured times of split batches, in relation to those of the models."""
+    setup = setup_of(QWEN, hardware())
+    planner, batch = OnlinePlanner(setup), [(1, 2)] * 256
+    group, seen = SimulatedGroup(setup, hardware(), noise=0.0, seed=0), []
+    for _ in range(2 * TRIAL_REPORTS + 2):
+        plan = (planner.known(batch) or planner.plan(batch)).plan
+        seen.append(plan.r1 > 1)
+        parts = [batch[low:high] for low, high in sequence_ranges([1.0] * len(batch), plan)]
+        report, _ = group.run(parts, plan)
+        ms = report.measured_ms * (slower if plan.r1 > 1 else 1.0)
+        planner.observe_batch(msgspec.structs.replace(report, measured_ms=ms))
+    whole = [False] * TRIAL_REPORTS
+    assert seen == [True] * TRIAL_REPORTS + whole + [splits] * 2
+
+
+def test_the_other_way_of_a_decode_batch_is_measured_again() -> None:
+    trials = SplitTrials()
+    for ms in [2.0] * TRIAL_REPORTS:
+        trials.add(16, True, ms)
+    whole = [trials.add(16, False, 1.0) for _ in range(REPEAT_REPORTS)]
+    assert whole.count(True) == 1  # for the second trial
+    assert trials.splits(16)
+    assert trials.splits(64)
 
 
 def test_model_version_changes_at_most_once_per_report_interval() -> None:
