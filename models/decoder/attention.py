@@ -138,17 +138,18 @@ class KvPool:
 
 
 class DecodeNeighbors(NamedTuple):
-    """The norms around a layer's attention, and its router's fields of `attend_layer`."""
+    """The norms around a layer's attention, and fields of `attend_layer`: of router and MLP."""
 
     attention_norm_D: Tensor
     mlp_norm_D: Tensor
     rounds_once: bool
     router: tuple[int, ...]
+    mlp: int
 
     @property
     def top_k(self) -> int:
         """0: `attend_layer` does not route."""
-        return self.router[3]
+        return self.router[-1]
 
 
 def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
@@ -194,7 +195,7 @@ class CompiledDecode(abc.ABC):
             T, hidden_TD.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots_T.data_ptr(),
             rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
-            bits_of(self._scale),
+            bits_of(self._scale), 0,
         )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
@@ -223,6 +224,7 @@ class CompiledDecode(abc.ABC):
             o.kind, o.shape[0], *sizes, bits_of(self._eps), neighbors.rounds_once,
             neighbors.attention_norm_D.data_ptr(), *queries, *o.addresses, sinks,
             neighbors.mlp_norm_D.data_ptr(), self._window or 0, *neighbors.router, latent,
+            neighbors.mlp,
         )  # fmt: skip
         return np.array(fields, np.int64)
 

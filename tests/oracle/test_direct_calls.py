@@ -56,7 +56,19 @@ def streams(client: RankConnection) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 1), ("gpt_oss", 2), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("qwen3_moe", 1),
+        ("gpt_oss", 2),
+        ("mixtral", 3),
+        ("qwen2_moe", 1),
+        ("deepseek_v2", 2),
+        ("deepseek_v3", 1),
+        ("exaone_moe", 2),
+        ("ernie4_5_moe", 3),
+    ],
+)
 def test_answers_and_counters_are_those_of_packets(
     tiny_checkpoint: Checkpoints, family: str, experts: int, dtype: str
 ) -> None:
