@@ -23,11 +23,13 @@ from kernels.compiled import (
     float32_at,
     float_bits,
     float_of_bits,
+    from_bfloat16,
     int64_at,
     intrinsic,
     now_ns,
     pointer,
     read_numbers,
+    to_bfloat16,
     write_numbers,
 )
 from kernels.panels import (
@@ -41,11 +43,13 @@ from kernels.panels import (
 )
 from kernels.row_ops import (
     choose_experts,
+    clip,
     dot,
     group_pairs,
     load_vector,
     norm_and_rope,
     rms_norm,
+    scale_rows,
     write_rows,
 )
 from kernels.thread_pool import register_part, run_parts
@@ -257,12 +261,13 @@ def attend(
 
 # --- the attention half of a layer
 
-LAYER_FIELDS: Final = 23
-TOP_K_FIELD, MLP_FIELD = 20, 22
+LAYER_FIELDS: Final = 26
+TOP_K_FIELD, MLP_FIELD = 20, 23
+PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
 MLP_FIELDS: Final = 5
 LATENT_EPS: Final = 1e-6  # of the norms of q and latent, fixed as in `transformers`
-BATCH_FIELDS: Final = 14
+BATCH_FIELDS: Final = 16
 
 
 @compiled
@@ -272,18 +277,21 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
     sinks, MLP norm; window; arithmetic and addresses of the router and its bias, of its rule
-    (`choose_experts`), and top_k (0: no experts); address of the fields of `_attend_latents` (0:
-    none), with which d is a value's, and G, q/k/v and q/k norm are 0; address of the fields of
-    `run_layer_mlp`. batch: int64 T; addresses of hidden, cos, sin, slots, entries
+    (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
+    the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
+    are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
+    limit of q, k and v (0: none). batch: int64 T; addresses of hidden, cos, sin, slots, entries
     (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and weights
-    [T, top_k]; whether numbers are float32; bits of scale; address of the MLP's output [T, D].
+    [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's output [T, D], of
+    the experts' input [T, D], if it is weighed, and of float32 factors of queries [T] (0: none).
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
-        window, router_kind, router, router_bias, rule, top_k, latent, _,
+        window, router_kind, router, router_bias, rule, top_k, weighs, latent, _, norm_kind, limit,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
         T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale, _,
+        weighed, factors,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
     size = 4 if wide else 2
@@ -296,10 +304,26 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
         _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
     else:
         multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
+        if norm_kind == PROJECTION_NORM:
+            for first, heads in ((0, H), (H, G)):
+                at, weight = fresh_at + first * d * size, qk_norm + first * d * size
+                rms_norm(wide, at, all_heads * d, weight, at, T, heads * d, eps, False)
+        if limit:
+            clip(wide, fresh_at, T * all_heads * d, float_of_bits(limit))
         norm_and_rope(
-            wide, fresh_at, all_heads * d, d, qk_norm, cos, sin, qk_at, (H + G) * d, d, T, H + G, d,
-            eps,
+            wide, fresh_at, all_heads * d, d, 0 if norm_kind else qk_norm, cos, sin, qk_at,
+            (H + G) * d, d, T, H + G, d, eps,
         )  # fmt: skip
+        if norm_kind == TURNED_NORM:
+            for t in range(T):
+                for first, heads in ((0, H), (H, G)):
+                    at, weight = (
+                        qk_at + (t * (H + G) + first) * d * size,
+                        qk_norm + first * d * size,
+                    )
+                    rms_norm(wide, at, d, weight, at, heads, d, eps, False)
+        if factors:
+            scale_rows(wide, qk_at, (H + G) * d, factors, qk_at, (H + G) * d, T, H * d)
         keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
         write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
         write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
@@ -312,6 +336,13 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
     if top_k:
         _route(pool, router_kind, router, router_bias, rule, top_k, wide, out, T, D, ids, weights)
+    if weighs:
+        numbers = carray(float32_at(weights), (T * top_k,))
+        for t in range(T * top_k):
+            numbers[t] = numbers[t] if wide else from_bfloat16(to_bfloat16(numbers[t]))
+        scale_rows(wide, out, D, weights, weighed, D, T, D)
+        for t in range(T * top_k):
+            numbers[t] = _ONE
     x[0] = fresh[0] = qk[0] = _ZERO  # they live until here
 
 
@@ -359,7 +390,7 @@ def _attend_latents(
         v_bytes,
     ) = carray(int64_at(latent), (LATENT_FIELDS,))  # fmt: skip
     (
-        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _,
+        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _, _, _,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, d, C = is_wide != 0, n + p, r + p
     size = 4 if wide else 2

@@ -210,10 +210,11 @@ def decode_remote_layers(
         layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
         fixed = carray(int64_at(layer_at), (LAYER_FIELDS,))
         batch = carray(int64_at(batch_at), (BATCH_FIELDS,))
-        T, hidden, x, ids, weights, wide, mlp_out = (
-            batch[0], batch[1], batch[8], batch[9], batch[10], batch[11] != 0, batch[13],
+        T, hidden, ids, weights, wide, mlp_out = (
+            batch[0], batch[1], batch[9], batch[10], batch[11] != 0, batch[13],
         )  # fmt: skip
         D, K, has_mlp, size = fixed[1], fixed[TOP_K_FIELD], fixed[MLP_FIELD] != 0, 4 if wide else 2
+        x = batch[14] if fixed[TOP_K_FIELD + 1] else batch[8]
         ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
         sent_U = carray(int64_at(sent + layer * R * 8), (R,))
         answered_R = carray(int64_at(answered + layer * R * 8), (R,))

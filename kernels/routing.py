@@ -65,14 +65,16 @@ class RoutingRule:
             kept_TG = torch.topk(groups_TG, limit.kept, dim=-1).indices
             dropped_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
             choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), -math.inf).flatten(1)
-        ids_TK = torch.topk(choice_TE, self._top_k, dim=-1).indices
-        return ids_TK, self._weighted(scores_TE, ids_TK, logits_TE.dtype)
+        weights_TK, ids_TK = torch.topk(choice_TE, self._top_k, dim=-1)
+        if choice_TE is not scores_TE:
+            weights_TK = scores_TE.gather(1, ids_TK)
+        return ids_TK, self._finished(weights_TK, logits_TE.dtype)
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Return [T, K] float32: the weights of given experts."""
         if row_ops.is_compiled(logits_TE):
             return self._on_cpu(logits_TE, ids_TK.contiguous(), given=True)
-        return self._weighted(self._scores(logits_TE), ids_TK, logits_TE.dtype)
+        return self._finished(self._scores(logits_TE).gather(1, ids_TK), logits_TE.dtype)
 
     def _on_cpu(self, logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tensor:
         """Return the weights; write ids unless `given`."""
@@ -83,16 +85,17 @@ class RoutingRule:
         return weights_TK
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        logits_TE = logits_TE.float()
-        return logits_TE.sigmoid() if self._sigmoid else logits_TE.softmax(-1)
+        if self._sigmoid:
+            return logits_TE.float().sigmoid()
+        return logits_TE.softmax(-1, dtype=torch.float32)
 
-    def _weighted(self, scores_TE: Tensor, ids_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
+    def _finished(self, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         if self._normalize:
-            weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
+            total_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            weights_TK /= total_T1 + 1e-20 if self._sigmoid else total_T1
         if self._rounds:
             weights_TK = weights_TK.to(dtype).float()
-        return weights_TK.mul_(self._scale)
+        return weights_TK if self._scale == 1.0 else weights_TK * self._scale
 
 
 def sparsemixer(logits_TE: Tensor, jitter: float, top_k: int) -> tuple[Tensor, Tensor]:

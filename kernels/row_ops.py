@@ -184,6 +184,30 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
 
 
 @compiled
+def clip(wide: bool, x: int, count: int, limit: float) -> None:
+    """Limit numbers to -limit .. limit."""
+    numbers, most = np.empty(count, np.float32), np.float32(limit)
+    read_numbers(wide, x, count, numbers)
+    for i in range(count):
+        numbers[i] = min(max(numbers[i], -most), most)
+    write_numbers(wide, x, count, numbers)
+
+
+@compiled
+def scale_rows(
+    wide: bool, x: int, x_stride: int, factors: int, out: int, stride: int, T: int, D: int
+) -> None:
+    """Write rows of D elements times their float32 factors [T]; `out` may be x."""
+    size, row = 4 if wide else 2, np.empty(D, np.float32)
+    factors_T = carray(float32_at(factors), (T,))
+    for t in range(T):
+        read_numbers(wide, x + t * x_stride * size, D, row)
+        for i in range(D):
+            row[i] *= factors_T[t]
+        write_numbers(wide, out + t * stride * size, D, row)
+
+
+@compiled
 def sigmoid(x: int, count: int) -> None:
     """Replace float32 numbers; torch's bits depend on a number's distance from the last one."""
     numbers = carray(float32_at(x), (count,))

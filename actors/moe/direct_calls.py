@@ -157,8 +157,10 @@ class RemoteLayerDecoder(LayerDecoder):
         """Return the input of a layer's experts, for packets."""
         self.end()
         ids_TK = self._ids_LTK[layer].view(-1)[: rows * self._half.spec.top_k].view(rows, -1)
-        tensors = self._x_TD[:rows], ids_TK, self._weights_TK[:rows]
-        return DecodedLayers((), RoutedTokens(*(tensor.clone() for tensor in tensors)))
+        parts = self._experts_TD, self._weights_TK, self._x_TD
+        x_TD, weights_TK, plain_TD = (part[:rows].clone() for part in parts)
+        plain = plain_TD if self._half.spec.family.weighs_input else None
+        return DecodedLayers((), RoutedTokens(x_TD, ids_TK.clone(), weights_TK, plain))
 
     def _use(self, topology: Topology) -> None:
         """Make the tables of places and peers; open areas of ranks that have none."""

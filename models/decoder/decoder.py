@@ -103,7 +103,7 @@ class _Layer:
             self.attention_norm,
             self.mlp_norm,
             spec.family.norm_rounds_once,
-            router or (0,) * 5,
+            router or (0,) * 6,
             0 if mlp is None or mlp.decode_fields is None else mlp.decode_fields.ctypes.data,
         )
 
@@ -312,6 +312,11 @@ class AttentionHalf:
             window: plan.rows.table.ctypes.data for window, plan in plans.items() if plan.rows
         }
         return [tables[window] for window in self.spec.sliding_windows]
+
+    def query_factors(self, batch: AttentionBatch) -> list[int]:
+        """Return the address of the factors of queries for each layer, or 0 (`attend_layer`)."""
+        attentions, metadata = (each.attention for each in self._layers), self.prepare(batch)
+        return [a.factors(metadata) if isinstance(a, CompiledDecode) else 0 for a in attentions]
 
     def router(self, layer: int) -> ExpertRouter | None:
         """Return the router of a layer, or None if it is dense."""

@@ -80,7 +80,9 @@ class LayerDecoder(abc.ABC):
         self._batches[:, 9] = [ids_TK.data_ptr() for ids_TK in self._ids_LTK]
         self._batches[:, 10] = self._weights_TK.data_ptr()
         self._batches[:, 11:13] = dtype is torch.float32, bits_of(spec.softmax_scale)
-        self._batches[:, 13] = self._mlp_TD.data_ptr()
+        self._weighed_TD = torch.empty_like(self._x_TD)
+        self._batches[:, 13:15] = self._mlp_TD.data_ptr(), self._weighed_TD.data_ptr()
+        self._experts_TD = self._weighed_TD if spec.family.weighs_input else self._x_TD
 
     def accepts(self, batch: AttentionBatch) -> bool:
         """Return whether a batch has few sequences, with one new token each."""
@@ -112,6 +114,7 @@ class LayerDecoder(abc.ABC):
         for layer in self._half.spec.unrotated:
             angles = metadata.angles(has_rope=False)
             self._batches[layer, 2:4] = [each.data_ptr() for each in angles]
+        self._batches[:, 15] = self._half.query_factors(batch)
 
     def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
         """Return the stages of layers [first, last) with the seconds of their ends."""
@@ -145,7 +148,8 @@ class ResidentLayerDecoder(LayerDecoder):
         for layer, each in experts.items():
             self._experts[layer] = expert_fields(each.gate_up, each.down, each.clamped)
         self._experts[:, 9], self._experts[:, 13] = half.spec.top_k, local_of_E.data_ptr()
-        self._experts[:, 10:13] = self._batches[:, 8:11]
+        self._experts[:, 10] = self._experts_TD.data_ptr()
+        self._experts[:, 11:13] = self._batches[:, 9:11]
         self._clock = np.zeros((len(self._layers), CLOCK_FIELDS), np.int64)
 
     @staticmethod

@@ -55,7 +55,7 @@ class ExpertRouter:
         self.experts = spec.num_experts
         self.top_k = spec.top_k
         self._routing = routing = spec.routing
-        self._weighs_input = spec.family.weighs_input
+        self.weighs_input = spec.family.weighs_input
         self._rule = RoutingRule(
             spec.num_experts,
             spec.top_k,
@@ -85,7 +85,7 @@ class ExpertRouter:
 
     def _applied(self, routed: RoutedTokens) -> RoutedTokens:
         """Multiply the input of one expert per token by its weight, where the model does that."""
-        if not self._weighs_input:
+        if not self.weighs_input:
             return routed
         x_TD, weights_T1 = routed.x_TD, routed.topk_weights_TK
         return RoutedTokens(
@@ -95,9 +95,10 @@ class ExpertRouter:
     @property
     def decode_fields(self) -> tuple[int, ...] | None:
         """The router's fields of `attend_layer`, or None."""
-        if self._routing.score == "sparsemixer" or self._weighs_input or self._scores.kind is None:
+        if self._routing.score == "sparsemixer" or self._scores.kind is None:
             return None
-        return self._scores.kind, *self._scores.addresses, self._rule.fields.ctypes.data, self.top_k
+        rule = self._rule.fields.ctypes.data, self.top_k, self.weighs_input
+        return self._scores.kind, *self._scores.addresses, *rule
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return [T, E]."""

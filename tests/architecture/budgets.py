@@ -61,9 +61,9 @@ def budgets() -> list[Budget]:
         # kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct calls
         # 950, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
         # times 1,200, issue 34's families 700, states and sparse attention 1,100, their layers in
-        # whole passes 150, issue 35's 400.
+        # whole passes 250, issue 35's 400.
         # Benchmarks: 12,350 without engines (OpenVINO 110) and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 77_900),
+        Budget("product: lines", _lines(PRODUCT), 78_000),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_300),
         Budget("tests: lines", _lines(("tests",)), 52_950),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
