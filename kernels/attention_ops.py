@@ -317,11 +317,8 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
         if norm_kind == TURNED_NORM:
             for t in range(T):
                 for first, heads in ((0, H), (H, G)):
-                    at, weight = (
-                        qk_at + (t * (H + G) + first) * d * size,
-                        qk_norm + first * d * size,
-                    )
-                    rms_norm(wide, at, d, weight, at, heads, d, eps, False)
+                    at = qk_at + (t * (H + G) + first) * d * size
+                    rms_norm(wide, at, d, qk_norm + first * d * size, at, heads, d, eps, False)
         if factors:
             scale_rows(wide, qk_at, (H + G) * d, factors, qk_at, (H + G) * d, T, H * d)
         keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size

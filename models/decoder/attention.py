@@ -173,7 +173,7 @@ class CompiledDecode(abc.ABC):
     _scale: float
     _layer: int
     _window: int | None
-    _has_rope, _is_tuned = True, False
+    _has_rope = True
     _decode_layer: NDArray[np.int64] | None = None
 
     def decode(
@@ -199,17 +199,13 @@ class CompiledDecode(abc.ABC):
             T, hidden_TD.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots_T.data_ptr(),
             rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
-            bits_of(self._scale), 0, weighed_TD.data_ptr(), self.factors(metadata),
+            bits_of(self._scale), 0, weighed_TD.data_ptr(),
+            metadata.query_factors(has_rope=self._has_rope),
         )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
         plain_TD = x_TD if neighbors.weighs_input else None
         return x_TD, RoutedTokens(weighed_TD, ids_TK, weights_TK, plain_TD) if top_k else None
-
-    def factors(self, metadata: AttentionMetadata) -> int:
-        """Return the address of the factors of queries, or 0."""
-        scale_T11 = metadata.query_scale_T11
-        return scale_T11.data_ptr() if self._is_tuned and scale_T11 is not None else 0
 
     def decode_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
         """Return the fields of `attend_layer` that do not change, the same array each time."""

@@ -313,11 +313,6 @@ class AttentionHalf:
         }
         return [tables[window] for window in self.spec.sliding_windows]
 
-    def query_factors(self, batch: AttentionBatch) -> list[int]:
-        """Return the address of the factors of queries for each layer, or 0 (`attend_layer`)."""
-        attentions, metadata = (each.attention for each in self._layers), self.prepare(batch)
-        return [a.factors(metadata) if isinstance(a, CompiledDecode) else 0 for a in attentions]
-
     def router(self, layer: int) -> ExpertRouter | None:
         """Return the router of a layer, or None if it is dense."""
         mlp = self._layers[layer].mlp

@@ -114,7 +114,7 @@ class LayerDecoder(abc.ABC):
         for layer in self._half.spec.unrotated:
             angles = metadata.angles(has_rope=False)
             self._batches[layer, 2:4] = [each.data_ptr() for each in angles]
-        self._batches[:, 15] = self._half.query_factors(batch)
+            self._batches[layer, 15] = metadata.query_factors(has_rope=False)
 
     def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
         """Return the stages of layers [first, last) with the seconds of their ends."""

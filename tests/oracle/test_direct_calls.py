@@ -41,8 +41,8 @@ def decoder_of(worker: Rank) -> RemoteLayerDecoder:
 
 
 def calls_of(worker: Rank) -> int:
-    """Return the number of direct calls of the first expert rank so far."""
-    return int(decoder_of(worker)._words[0][REQUEST // 8])
+    """Return the number of direct calls of all expert ranks so far."""
+    return sum(int(words[REQUEST // 8]) for words in decoder_of(worker)._words)
 
 
 def streams(client: RankConnection) -> list[Any]:
@@ -109,9 +109,9 @@ def test_a_late_or_declined_call_is_replaced_by_packets(
             patch.object(direct_calls, "GIVE_UP_S", 0.02),
         ):
             assert streams(client) == expected
-        assert calls_of(worker) == before + 1, "one call waits, none is made beside it"
+        assert calls_of(worker) - before in (1, 2), "one layer waits, none is called beside it"
         assert streams(client) == expected
-        assert calls_of(worker) > before + 30
+        assert calls_of(worker) > before + 50
         decoder = decoder_of(worker)
         changed = threading.Timer(0.1, lambda: decoder.use(decoder._topology._replace(missing=())))
         with (
