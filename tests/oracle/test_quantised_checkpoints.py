@@ -214,14 +214,12 @@ _DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 _PACKED = "model.layers.1.mlp.experts.down_proj"
 
 
-def _compressed(
-    group: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **fields: Any
-) -> dict[str, Any]:
+def _compressed(group: Any = None, weights: Any = None, **fields: Any) -> dict[str, Any]:
     """A config.json with other fields of compressed-tensors."""
     numbers = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group"}
     group_0 = {"weights": {**numbers, **(weights or {})}, **(group or {})}
-    config = {"format": "int-quantized", "config_groups": {"group_0": group_0}, **fields}
-    return {"quantization_config": {"quant_method": "compressed-tensors", **config}}
+    config = {"format": "int-quantized", "config_groups": {"group_0": group_0}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", **config, **fields}}
 
 
 Tensors = dict[str, torch.Tensor | None]
