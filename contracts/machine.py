@@ -7,7 +7,8 @@ hierarchy has a limit of its own, and the lowest one applies.
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,53 @@ def usable_cores(root: Path = SYSTEM) -> float:
 def whole_cores(root: Path = SYSTEM) -> int:
     """Return `usable_cores` as a number of threads, at least one."""
     return max(1, math.floor(usable_cores(root)))
+
+
+def numa_nodes(root: Path = SYSTEM) -> list[list[frozenset[int]]]:
+    """Return the usable CPUs of each core of each NUMA node; empty if a quota limits them.
+
+    Other containers may use the CPUs of a quota at other times.
+    """
+    usable = os.sched_getaffinity(0)
+    if any(quota < len(usable) for quota in _quotas(root)):
+        return []
+    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    found = []
+    for cpus in (_cpu_list(_text(file)) & usable for file in folders):
+        siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        cores = {_cpu_list(_text(root / siblings.format(cpu))) & cpus or {cpu} for cpu in cpus}
+        found.append(sorted(map(frozenset, cores), key=min))
+    return [cores for cores in found if cores]
+
+
+def pinned_cpus(
+    nodes: Sequence[Sequence[frozenset[int]]], ranks: int, threads: int
+) -> list[frozenset[int]]:
+    """Return the CPUs of each rank of a machine; empty: ranks are not pinned.
+
+    nodes: as `numa_nodes`. A rank gets cores of one NUMA node, unless its threads need more, and
+    shares none. Ranks are not pinned if they have fewer than two cores or than `threads` each.
+    """
+    order = [core for cores in nodes for core in cores]
+    if ranks < 1 or len(order) < max(2, threads) * ranks:
+        return []
+    spans = [order[i * len(order) // ranks : (i + 1) * len(order) // ranks] for i in range(ranks)]
+    node_of = {core: node for node, cores in enumerate(nodes) for core in cores}
+    homes = [node_of[span[(len(span) - 1) // 2]] for span in spans]
+    seen: Counter[int] = Counter()
+    shares = []
+    for home in homes:
+        cores, sharers = nodes[home], homes.count(home)
+        first, seen[home] = seen[home], seen[home] + 1
+        shares.append(cores[first * len(cores) // sharers : (first + 1) * len(cores) // sharers])
+    fit = all(len(share) >= max(2, threads) for share in shares)
+    return [frozenset().union(*share) for share in (shares if fit else spans)]
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """Return the numbers of a list such as "0-3,8"."""
+    ends = [part.partition("-") for part in text.split(",") if part]
+    return frozenset(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1))
 
 
 def _is_in_memory(folder: Path) -> bool:

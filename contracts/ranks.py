@@ -22,7 +22,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of one rank or of the planner.
 
     device: "cpu" or "cuda:N". backend: the resolved channel backend. ranks_on_node: attention ranks
-    and prefill workers that share this device's memory, for the size of the KV pool. hardware:
+    and prefill workers that share this device's memory, for the size of the KV pool. core_share:
+    number of this rank among its machine's, and their number; 0: unknown. hardware:
     initial values of the planner. placement: of the experts on the group's expert ranks, or on the
     prefill workers.
     """
@@ -39,6 +40,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     prefill_ranks: int = 0
     ranks_on_node: int = 1
+    core_share: tuple[int, int] = (0, 0)
+    is_pinned: bool = False
     config: TandemConfig = TandemConfig()
     hardware: Hardware | None = None
     placement: Placement = Placement()

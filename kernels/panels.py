@@ -86,7 +86,7 @@ def arithmetic_of(dtype: torch.dtype) -> Arithmetic | None:
 _STORED_KINDS = (
     *(
         (kind, each)
-        for each in (Storage.MXFP4, Storage.FP8)
+        for each in (Storage.MXFP4, Storage.FP8, Storage.INT8)
         for kind in (Arithmetic.FLOAT32, _BFLOAT16)
     ),
     (Arithmetic.FLOAT32, Storage.BFLOAT16),

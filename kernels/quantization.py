@@ -13,6 +13,19 @@ MXFP4_GROUP = 32  # elements that share one exponent
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
+def dequantize(weight_RC: Tensor, scale: Tensor) -> Tensor:
+    """Return int8 weights (`dequantize_int8`) or fp8 (`dequantize_fp8_blocks`) as float32."""
+    is_int8 = weight_RC.dtype is torch.int8
+    return (dequantize_int8 if is_int8 else dequantize_fp8_blocks)(weight_RC, scale)
+
+
+def dequantize_int8(weight_RC: Tensor, scale_RS: Tensor) -> Tensor:
+    """Return weight * the scale of its group: each row has S groups of equal size."""
+    (R, C), S = weight_RC.shape, scale_RS.shape[1]
+    groups = weight_RC.to(torch.float32).view(R, S, C // S)
+    return groups.mul_(scale_RS.to(torch.float32).unsqueeze(-1)).view(R, C)
+
+
 def dequantize_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor) -> Tensor:
     """Return weight * the scale of its block; scale_inv [ceil(R / 128), ceil(C / 128)]."""
     R, C = weight_RC.shape

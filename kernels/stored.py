@@ -1,8 +1,9 @@
-"""Weights in panels as checkpoints store them: MXFP4, fp8 in blocks, bfloat16 for float32 rows.
+"""Weights in panels as checkpoints store them: MXFP4, fp8, int8, and bfloat16 for float32 rows.
 
     panel of 16 outputs    values                        then scales
     MXFP4                  [K / 2, 16] bytes             [K / 32, 16] exponents
     fp8                    [ceil(K / 2), 16, 2] bytes    [ceil(K / 128), 16] float32, times 2**120
+    int8                   [2 * ceil(K / 2), 16] bytes   [ceil(K / 128), 16] float32
     bfloat16               [ceil(K / 2), 16, 2]          none
 
 A product of few rows unpacks weights in registers, one of many rows a panel at a time into the
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 from kernels.compiled import (
     F32,
+    I8,
     I32,
     I64,
     INTEGERS,
@@ -59,6 +61,7 @@ class Storage(enum.IntEnum):
     MXFP4 = 1
     FP8 = 2
     BFLOAT16 = 3
+    INT8 = 4
 
 
 class StoredWeight(NamedTuple):
@@ -93,6 +96,18 @@ def pack_fp8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
         raise ValueError("a weight of fp8 is not a number")
     panels = _panels(codes.contiguous().view(torch.int16), scale_NS * _FP8_POWER)
     return StoredWeight(panels, _shape(weight_NK), Storage.FP8)
+
+
+def pack_int8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
+    """Return panels of int8. scale_NS: float32, of each row's S blocks of 128 inputs.
+
+    Raises ValueError for a scale whose products are too large or too small to round.
+    """
+    sizes = scale_NS.abs()
+    if not ((sizes == 0) | ((sizes >= 2.0**-100) & (sizes <= 2.0**100))).all():
+        raise ValueError("a scale of int8 is outside 2**-100 to 2**100")
+    padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2))
+    return StoredWeight(_panels(padded, scale_NS), _shape(weight_NK), Storage.INT8)
 
 
 def pack_bfloat16(weight_NK: Tensor) -> StoredWeight:
@@ -164,6 +179,12 @@ def _from_fp8(builder: ir.IRBuilder, words: Any, place: int) -> Any:
     return builder.bitcast(builder.or_(size, sign), VECTOR)
 
 
+def _from_int8(builder: ir.IRBuilder, address: Any) -> Any:
+    """Emit the bytes at an address as float32 numbers."""
+    codes = builder.load(pointer(builder, address, ir.VectorType(I8, LANES)), align=1)
+    return builder.sitofp(builder.sext(codes, INTEGERS), VECTOR)
+
+
 def _load(builder: ir.IRBuilder, address: Any, bits: int) -> Any:
     kind = ir.VectorType(ir.IntType(bits), LANES)
     loaded = builder.load(pointer(builder, address, kind), align=1)
@@ -176,13 +197,17 @@ def unpacked_pair(
     """Emit the float32 numbers of two neighbours in K; panel: the address of `pairs` pairs."""
     bits, shift, scale_bytes = _LAYOUTS[storage]
     values = builder.add(panel, builder.mul(pair, I64(bits * LANES // 8)))
-    words = _load(builder, values, bits)
+    words = _load(builder, values, bits) if storage is not Storage.INT8 else None
     if storage is Storage.BFLOAT16:
         low = builder.shl(words, _integers(16))
         high = builder.and_(words, _integers(0xFFFF0000))
         return [builder.bitcast(each, VECTOR) for each in (low, high)]
     scales = builder.add(panel, builder.mul(pairs, I64(bits * LANES // 8)))
     scales = builder.add(scales, builder.mul(builder.lshr(pair, I64(shift)), I64(scale_bytes)))
+    if storage is Storage.INT8:
+        scale = builder.load(pointer(builder, scales, VECTOR), align=4)
+        places = values, builder.add(values, I64(LANES))
+        return [builder.fmul(_from_int8(builder, each), scale) for each in places]
     if storage is Storage.MXFP4:
         power = builder.bitcast(builder.shl(_load(builder, scales, 8), _integers(23)), VECTOR)
         both = words, builder.lshr(words, _integers(4))
@@ -196,12 +221,13 @@ _LAYOUTS: Final = {
     Storage.MXFP4: (8, (MXFP4_GROUP // 2).bit_length() - 1, LANES),
     Storage.FP8: (16, (FP8_BLOCK // 2).bit_length() - 1, _WORD),
     Storage.BFLOAT16: (32, 0, 0),
+    Storage.INT8: (16, (FP8_BLOCK // 2).bit_length() - 1, _WORD),
 }
 
 
 def rounded(builder: ir.IRBuilder, storage: Storage, numbers: list[Any]) -> list[Any]:
     """Emit float32 numbers of a storage rounded to bfloat16, ties to even."""
-    if storage is not Storage.FP8:
+    if storage in (Storage.MXFP4, Storage.BFLOAT16):
         return numbers  # they are exact
     found = []
     for each in numbers:
@@ -255,8 +281,8 @@ def _unpack(storage: Storage) -> Any:
     return unpack
 
 
-_MXFP4, _FP8, _BFLOAT16 = (int(each) for each in _LAYOUTS)
-_unpack_mxfp4, _unpack_fp8, _unpack_bfloat16 = map(_unpack, _LAYOUTS)
+_MXFP4, _FP8, _BFLOAT16, _INT8 = (int(each) for each in _LAYOUTS)
+_unpack_mxfp4, _unpack_fp8, _unpack_bfloat16, _unpack_int8 = map(_unpack, _LAYOUTS)
 
 
 @compiled
@@ -264,7 +290,7 @@ def panel_bytes(storage: int, pairs: int) -> int:
     """Return the bytes of a stored panel of `pairs` pairs of inputs."""
     if storage == _MXFP4:
         return (pairs + pairs // (MXFP4_GROUP // 2)) * LANES
-    if storage == _FP8:
+    if storage in (_FP8, _INT8):
         return 2 * pairs * LANES + (2 * pairs + FP8_BLOCK - 1) // FP8_BLOCK * _WORD
     return pairs * _WORD
 
@@ -284,5 +310,7 @@ def unpack_panel(
             _unpack_mxfp4(rounds, as_pairs, panel, pairs, pair, at)
         elif storage == _FP8:
             _unpack_fp8(rounds, as_pairs, panel, pairs, pair, at)
+        elif storage == _INT8:
+            _unpack_int8(rounds, as_pairs, panel, pairs, pair, at)
         else:
             _unpack_bfloat16(rounds, as_pairs, panel, pairs, pair, at)

@@ -44,6 +44,7 @@ def spin_seconds(spec: RankSpec, cores: float) -> float:
         return spec.config.channel.spin_s
     is_prefill = spec.group is Group.PREFILL
     ranks = spec.prefill_ranks if is_prefill else spec.attention_ranks + spec.expert_ranks
+    ranks = 1 if spec.is_pinned else ranks
     return SPIN_S if ranks * spec.config.groups.torch_threads <= cores else 0.0
 
 

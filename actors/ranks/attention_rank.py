@@ -65,7 +65,7 @@ NO_CLIENT = -1
 def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
     """Load the weights and listen. Raises CheckpointError, ResourceError."""
     started_s, config = monotonic_s(), spec.config
-    prepare_process(spec)
+    spec = prepare_process(spec)
     half, served = load_half(spec)
     check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
     chunk_cost = ChunkCost(half.spec)

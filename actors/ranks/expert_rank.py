@@ -46,7 +46,7 @@ IDLE_POLL_S = 0.1
 def expert_rank(spec: RankSpec) -> Rank:
     """Load the experts and listen; attention ranks connect to it. Raises CheckpointError."""
     started_s = monotonic_s()
-    prepare_process(spec)
+    spec = prepare_process(spec)
     device, folder = torch.device(spec.device), Path(spec.model_folder)
     model = check_checkpoint(folder)
     check_fits(spec.placement, None, model.num_experts, model.moe_layers)

@@ -72,7 +72,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     if spec.config.prefill.engine != "torch":
         return _load_engine(spec.config.prefill.engine)(spec)
     started_s, config = monotonic_s(), spec.config
-    prepare_process(spec)
+    spec = prepare_process(spec)
     half, served = load_half(spec)
     disable_kv_cache, schedule = config.prefill.disable_kv_cache, prefill_limits(config)
 

@@ -47,11 +47,12 @@ class WorkerHandle(Protocol):
 
 
 class Seat(NamedTuple):
-    """Device and host of a rank."""
+    """Device and host of a rank. core_share: see RankSpec."""
 
     device: str
     host: str
     ranks_on_node: int
+    core_share: tuple[int, int] = (0, 0)
 
 
 class GroupSpec(NamedTuple):
@@ -106,6 +107,7 @@ def make_specs(
             backend=group_spec.backend,
             host=seat.host,
             ranks_on_node=seat.ranks_on_node,
+            core_share=seat.core_share,
             config=group_spec.config,
             hardware=group_spec.hardware if group is Group.PLANNER else None,
             placement=group_spec.placement(group),

@@ -34,7 +34,7 @@ from contracts.config import KvConfig, PriorityConfig, ScheduleConfig, TandemCon
 from contracts.config.devices import check_device
 from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
-from contracts.machine import available_bytes, usable_cores
+from contracts.machine import available_bytes, numa_nodes, pinned_cpus, usable_cores
 from contracts.ranks import RankReady, RankSpec
 from kernels.thread_pool import set_spin
 from models.decoder.attention import KvPool, kv_bytes_per_token, state_bytes
@@ -263,18 +263,32 @@ class ServedModel(NamedTuple):
     tokenizer: LLTokenizer | None = None
 
 
-def prepare_process(spec: RankSpec) -> None:
-    """Set up threads, memory and CUDA, before the first product and computing threads.
+def prepare_process(spec: RankSpec) -> RankSpec:
+    """Set up threads, cores, memory and CUDA, before the first product and computing threads.
 
-    Raises ConfigError for a mode that does not run on the rank's device.
+    Returns the spec with `is_pinned`. Raises ConfigError for a mode that does not run on the rank's
+    device.
     """
     check_device(spec.config, spec.device)
     if torch.device(spec.device).type == "cuda":
         for name, value in DEVICE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     torch.set_num_threads(spec.config.groups.torch_threads)
+    spec = _pinned(spec)
     set_spin(spin_seconds(spec, usable_cores()))
     bound_memory()
+    return spec
+
+
+def _pinned(spec: RankSpec) -> RankSpec:
+    """Pin this thread, and those that it starts, to the rank's cores."""
+    number, ranks = spec.core_share
+    sets = pinned_cpus(numa_nodes(), ranks, spec.config.groups.torch_threads)
+    if not sets:
+        return spec
+    os.sched_setaffinity(0, sets[number])
+    event(log, "rank_pinned", name=spec.name, cpus=sorted(sets[number]))
+    return msgspec.structs.replace(spec, is_pinned=True)
 
 
 def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:

@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness import Case, Measured, Table
 from kernels.experts import panel_run
 from kernels.linear import ExpertLinears, PackedLinear
-from kernels.stored import Storage, StoredWeight, pack_bfloat16, pack_fp8, pack_mxfp4
+from kernels.stored import Storage, StoredWeight, pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
 
 D, F, EXPERTS = 512, 256, 256
 ROWS = (1, 2, 4, 64)  # of an expert
@@ -26,9 +26,11 @@ VARIANTS = [
     (Storage.PLAIN, FLOAT32),
     (Storage.BFLOAT16, FLOAT32),
     (Storage.FP8, FLOAT32),
+    (Storage.INT8, FLOAT32),
     (Storage.MXFP4, FLOAT32),
     (Storage.PLAIN, BFLOAT16),
     (Storage.FP8, BFLOAT16),
+    (Storage.INT8, BFLOAT16),
     (Storage.MXFP4, BFLOAT16),
 ]
 
@@ -55,6 +57,9 @@ def _stored(storage: Storage, N: int, K: int) -> StoredWeight:
     if storage is Storage.FP8:
         weight = (100 * torch.randn(N, K)).to(torch.float8_e4m3fn)
         return pack_fp8(weight, torch.rand(N, -(-K // 128)))
+    if storage is Storage.INT8:
+        weight = torch.randint(-128, 128, (N, K), dtype=torch.int8)
+        return pack_int8(weight, torch.rand(N, -(-K // 128)))
     return pack_bfloat16(torch.randn(N, K).bfloat16())
 
 

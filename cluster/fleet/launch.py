@@ -20,8 +20,10 @@ from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.hardware import load_hardware
 from cluster.fleet.metrics_endpoint import create_scrape_targets
 from cluster.fleet.nodes import (
+    CoreShares,
     RankPlacement,
     check_resources,
+    core_shares,
     kv_ranks,
     later_ranks,
     place_ranks,
@@ -68,8 +70,11 @@ def launch(
         placing = msgspec.structs.replace(config, groups=groups)
     places = _place(placing, "" if store is None else store.application)
     with_kv = kv_ranks(places) + later_ranks(places, config)
+    shares = core_shares(places)
     with ThreadPoolExecutor(len(places)) as threads:  # most of the time is loading
-        launched = [threads.submit(launch_pipeline, group_spec, one, with_kv) for one in places]
+        launched = [
+            threads.submit(launch_pipeline, group_spec, one, with_kv, shares) for one in places
+        ]
     errors = [future.exception() for future in launched]
     formed = [
         group
@@ -107,11 +112,14 @@ def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
 
 
 def launch_pipeline(
-    common: GroupSpec, placed: RankPlacement, with_kv: Counter[str]
+    common: GroupSpec,
+    placed: RankPlacement,
+    with_kv: Counter[str],
+    shares: CoreShares | None = None,
 ) -> list[RankGroup]:
     """Start and form the ranks of one placement.
 
-    common: settings of all pipelines. with_kv: ranks with a KV pool per node, as for `seat_ranks`.
+    common: settings of all pipelines. with_kv, shares: as for `seat_ranks`.
 
     Raises ConfigError for an invalid hardware file, the first error of a rank, or LaunchError after
     groups.ready_timeout_s; nothing is left running or placed then.
@@ -121,7 +129,8 @@ def launch_pipeline(
         group_spec = _formation(common, placed)
         handles = [placed.start(bundle) for bundle in range(len(placed.requests))]
         seats: defaultdict[Group, list[Seat]] = defaultdict(list)
-        for request, seat in zip(placed.requests, seat_ranks(placed, with_kv), strict=True):
+        each = seat_ranks(placed, with_kv, shares)
+        for request, seat in zip(placed.requests, each, strict=True):
             seats[request.group].append(seat)
         order = (Group.ATTENTION, Group.EXPERT, Group.PLANNER, Group.PREFILL)
         specs = make_specs(group_spec, *(seats[group] for group in order))

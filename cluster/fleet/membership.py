@@ -123,6 +123,7 @@ def _start_rank(
             epoch=group.next_epoch(),
             host=place.node.listen_host,
             ranks_on_node=share,
+            core_share=(0, 0),
         )
         alone = spec.group is Group.PREFILL  # it needs no peers
         (ready,) = form_group(

@@ -288,6 +288,9 @@ def _node(id: str) -> Node:
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
+CoreShares = dict[tuple[Group, int], tuple[int, int]]
+
+
 def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
     """Count the ranks with a KV pool (attention, prefill) per node id."""
     return Counter(
@@ -310,10 +313,28 @@ def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counte
     return Counter(dict.fromkeys(nodes, later))
 
 
-def seat_ranks(placed: RankPlacement, with_kv: Counter[str]) -> list[Seat]:
+def core_shares(placed: Sequence[RankPlacement]) -> CoreShares:
+    """Return the number of each computing rank among those of its node, and their number."""
+    nodes = {
+        (request.group, request.rank): node.id
+        for one in placed
+        for request, node in zip(one.requests, one.nodes, strict=True)
+        if request.group is not Group.PLANNER
+    }
+    on_node, seen = Counter(nodes.values()), Counter[str]()
+    shares: CoreShares = {}
+    for rank, node_id in nodes.items():
+        shares[rank] = seen[node_id], on_node[node_id]
+        seen[node_id] += 1
+    return shares
+
+
+def seat_ranks(
+    placed: RankPlacement, with_kv: Counter[str], shares: CoreShares | None = None
+) -> list[Seat]:
     """Return the seat of each rank.
 
-    with_kv: ranks that share a node's memory, unless on own GPUs.
+    with_kv: ranks that share a node's memory, unless on own GPUs. shares: of a node's cores.
     """
     # Ray shows each actor its own GPU only: it is number 0 there.
     name = "cuda:0" if placed.device == "cuda" else "cpu"
@@ -322,6 +343,7 @@ def seat_ranks(placed: RankPlacement, with_kv: Counter[str]) -> list[Seat]:
             name,
             node.listen_host,
             1 if request.resources.get("GPU", 0) >= 1 else max(1, with_kv[node.id]),
+            (shares or {}).get((request.group, request.rank), (0, 0)),
         )
         for request, node in zip(placed.requests, placed.nodes, strict=True)
     ]

@@ -18,9 +18,9 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes of experts that a worker keeps in memory. null: see `slots`. If both are null, an
     expert rank keeps all of its experts."""
     storage_format: bool | None = None
-    """Keep experts on the CPU in the checkpoint's format (fp8, MXFP4, bfloat16 for float32), which
-    products unpack: more experts fit, generation reads fewer bytes, answers are equal. `bytes`
-    counts stored bytes. null: unless the processor has matrix units for model.dtype."""
+    """Keep experts on the CPU in the checkpoint's format (fp8, int8, MXFP4, bfloat16 for float32),
+    which products unpack: more experts fit, generation reads fewer bytes, answers are equal.
+    `bytes` counts stored bytes. null: unless the processor has matrix units for model.dtype."""
     eviction_policy: Literal["walk", "lru"] = "walk"
     """Expert to evict first. "walk": the least recently used one of the layer whose next use is
     farthest away. "lru": least recently used."""

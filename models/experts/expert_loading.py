@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.experts import ClampedGate
 from kernels.linear import ExpertLinears, PackedLinear, linears
-from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
-from kernels.stored import StoredWeight, pack_bfloat16, pack_fp8, pack_mxfp4
+from kernels.quantization import FP8_BLOCK, dequantize, dequantize_mxfp4
+from kernels.stored import StoredWeight, pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint, fused_weight_specs
@@ -128,7 +128,7 @@ class StoredLayer:
     def expert(self, expert: int) -> dict[str, Tensor]:
         """Return one expert's tensors by role, over mapped pages.
 
-        Roles: gate and up, or gate_up; down; biases; and multipliers ROLE_scale (fp8) or
+        Roles: gate and up, or gate_up; down; biases; and multipliers ROLE_scale (fp8, int8) or
         ROLE_scales (MXFP4).
         """
         if self._fused is None:
@@ -184,18 +184,35 @@ def _stored_weight(
     if any(f"{role}_blocks" in stored for role, _ in parts):
         return None
     if all(f"{role}_scale" in stored for role, _ in parts):
+        kinds = {stored[role].dtype for role, _ in parts}
+        if len(kinds) > 1:
+            return None
         weight_NK = torch.cat([stored[role][rows].view(torch.uint8) for role, rows in parts])
-        scales = []
-        for role, rows in parts:
-            scale = stored[f"{role}_scale"].to(torch.float32)
-            scales.append(scale.repeat_interleave(FP8_BLOCK, 0)[: len(stored[role])][rows])
-        return pack_fp8(weight_NK, torch.cat(scales))
+        scale_NS = torch.cat(
+            [_row_scales(stored[role], stored[f"{role}_scale"])[rows] for role, rows in parts]
+        )
+        if torch.int8 in kinds:
+            return pack_int8(weight_NK.view(torch.int8), scale_NS)
+        return pack_fp8(weight_NK, scale_NS)
     matrices = [stored[role].t() if is_transposed(spec) else stored[role] for role, _ in parts]
     are_narrow = all(matrix.dtype is torch.bfloat16 for matrix in matrices)
     if dtype is not torch.float32 or not are_narrow:
         return None
     rows_of = zip(matrices, parts, strict=True)
     return pack_bfloat16(torch.cat([matrix[rows] for matrix, (_, rows) in rows_of]))
+
+
+def _row_scales(weight_NK: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales of each row's blocks of FP8_BLOCK inputs. Raises ValueError."""
+    (N, K), scale = weight_NK.shape, scale.to(torch.float32)
+    if weight_NK.dtype is not torch.int8:
+        return scale.repeat_interleave(FP8_BLOCK, 0)[:N]
+    if scale.shape[1] == 1:
+        return scale.expand(N, -(-K // FP8_BLOCK))
+    blocks, rest = divmod(K // scale.shape[1], FP8_BLOCK)
+    if rest:
+        raise ValueError(f"the groups of int8 are no multiples of {FP8_BLOCK}")
+    return scale.repeat_interleave(blocks, 1)
 
 
 def stored_biases(
@@ -245,7 +262,7 @@ def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:
     if f"{role}_blocks" in stored:
         return dequantize_mxfp4(stored[f"{role}_blocks"], stored[f"{role}_scales"])
     if f"{role}_scale" in stored:
-        return dequantize_fp8_blocks(stored[role], stored[f"{role}_scale"])
+        return dequantize(stored[role], stored[f"{role}_scale"])
     return stored[role].t() if is_transposed(spec) else stored[role]
 
 

@@ -340,17 +340,22 @@ def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
             raise config.error(
                 key, f"{config.raw(key)!r} is not supported; supported: {supported!r}"
             )
-    if config.has("quantization_config"):
-        _refuse_quantization(config.section("quantization_config"), family)
+    for key in ("quantization_config", "compression_config"):
+        if config.has(key):
+            _refuse_quantization(config.section(key), family)
     activation = config.raw("hidden_act")
     if activation not in (None, "silu"):
         raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
 
 
 def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
-    """Refuse everything except fp8 in 128x128 blocks and gpt-oss's MXFP4."""
+    """Refuse everything except fp8 in 128x128 blocks, int8 weights and gpt-oss's MXFP4."""
     method = quantization.raw("quant_method")
     supported = "fp8 (128x128 blocks)" + (", mxfp4" if family.experts is None else "")
+    supported += ", compressed-tensors (int8 weights)"
+    if method == "compressed-tensors":
+        _refuse_compressed(quantization)
+        return
     if method == "mxfp4" and family.experts is None:
         return
     if method != "fp8":
@@ -364,6 +369,49 @@ def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
         raise quantization.error(
             "weight_block_size", f"{block!r} is not supported; supported: [128, 128]"
         )
+
+
+# Supported values of compressed-tensors, by field; None: absent.
+_INT8_FORMATS = ("int-quantized", "pack-quantized")
+_COMPRESSED: dict[str, tuple[object, ...]] = {
+    "format": _INT8_FORMATS,
+    "kv_cache_scheme": (None,),
+    "sparsity_config": (None,),
+    "transform_config": (None,),
+}
+_COMPRESSED_GROUP: dict[str, tuple[object, ...]] = {
+    "format": (*_INT8_FORMATS, None),
+    "input_activations": (None,),
+    "output_activations": (None,),
+}
+_COMPRESSED_WEIGHTS: dict[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("channel", "group"),
+    "dynamic": (False, None),
+    "actorder": ("weight", "static", False, None),
+}
+
+
+def _refuse_compressed(quantization: ConfigFields) -> None:
+    """Refuse everything except symmetric int8 weights, by channel or by group."""
+    _refuse_values(quantization, _COMPRESSED)
+    groups = quantization.section("config_groups")
+    if not groups.items():
+        raise quantization.error("config_groups", "missing; a group with weights is needed")
+    for name, _ in groups.items():
+        group = groups.section(name)
+        _refuse_values(group, _COMPRESSED_GROUP)
+        _refuse_values(group.section("weights"), _COMPRESSED_WEIGHTS)
+
+
+def _refuse_values(fields: ConfigFields, supported: dict[str, tuple[object, ...]]) -> None:
+    for key, values in supported.items():
+        value = None if fields.raw(key) in ({}, []) else fields.raw(key)
+        if not any(value == each and type(value) is type(each) for each in values):
+            options = ", ".join("none" if each is None else repr(each) for each in values)
+            raise fields.error(key, f"{value!r} is not supported; supported: {options}")
 
 
 def _stored_dtype(config: ConfigFields) -> StoredDtype:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
-from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize_fp8_blocks
+from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize
 from models.spec.checkpoint_files import INDEX, SINGLE
 from models.spec.config_fields import read_json
 from models.spec.model import ModelSpec, read_spec
@@ -23,14 +23,17 @@ from models.weights import layout
 from models.weights.layout import WeightSpec, WeightSpecs
 
 _LOADABLE = ("F32", "BF16", "F16")
-_FP8 = "F8_E4M3"
+_FP8, _INT8 = "F8_E4M3", "I8"
+_SCALES = {_FP8: "_scale_inv", _INT8: "_scale"}
+_PACKED = "_packed"  # four int8, which 128 is added to, in an int32
 _MODEL, _TEXT_MODEL = "model.", "model.language_model."  # beside a vision model
 
 
 class Checkpoint:
     """The tensors of `folder`, by the headers of all shards. Raises CheckpointError.
 
-    Those of a text model beside a vision model have the names that they have without it.
+    Those of a text model beside a vision model have the names that they have without it, and packed
+    int8 weights those of unpacked ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,6 +55,12 @@ class Checkpoint:
             if plain in self._file_of:
                 raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
             self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), name
+        for name in [name for name in self._file_of if name.endswith(f".weight{_PACKED}")]:
+            plain = name.removesuffix(_PACKED)
+            if plain in self._file_of:
+                raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
+            stored = self._stored_name.pop(name, name)
+            self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), stored
 
     @property
     def names(self) -> Collection[str]:
@@ -83,15 +92,25 @@ class Checkpoint:
         )
 
     def load(self, weight_spec: WeightSpec) -> Tensor:
-        """Return the tensor as `get`, or a dequantised float32 copy of fp8 blocks."""
+        """Return the tensor as `get`, or a dequantised float32 copy of fp8 or int8."""
         stored, scale = self.stored(weight_spec)
-        return stored if scale is None else dequantize_fp8_blocks(stored, scale)
+        return stored if scale is None else dequantize(stored, scale)
 
     def stored(self, weight_spec: WeightSpec) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor as `get`, and the scales of fp8 blocks or None."""
+        """Return the tensor as `get`, and the scales of fp8 or int8, or None."""
         name = self.find(weight_spec)
-        is_fp8 = self.entry(name).dtype == _FP8
-        return self.get(name), self.get(f"{name}_scale_inv") if is_fp8 else None
+        stored, scale = self.get(name), self.scale_name(name)
+        if self._is_packed(name):
+            stored = (stored.view(torch.uint8)[:, : weight_spec.shape[1]] ^ 128).view(torch.int8)
+        return stored, None if scale is None else self.get(scale)
+
+    def scale_name(self, name: str) -> str | None:
+        """Return the name of the scales of an existing tensor, or None."""
+        suffix = _SCALES.get(_INT8 if self._is_packed(name) else self.entry(name).dtype)
+        return None if suffix is None else name + suffix
+
+    def _is_packed(self, name: str) -> bool:
+        return self._stored_name.get(name, name).endswith(_PACKED)
 
     def release(self) -> None:
         """Release the pages read so far, so that resident memory stays bounded."""
@@ -101,26 +120,36 @@ class Checkpoint:
     def _check(self, name: str, weight_spec: WeightSpec) -> None:
         entry = self.entry(name)
         path = self._file_of[name].path
-        if entry.shape != weight_spec.shape:
+        shape, dtype = weight_spec.shape, entry.dtype
+        if self._is_packed(name):
+            shape = *shape[:-1], -(-shape[-1] // 4)
+            dtype = _INT8 if dtype == "I32" else f"packed {dtype}"
+        if entry.shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {name} has shape {list(entry.shape)}, config.json implies"
-                f" {list(weight_spec.shape)}; use the config.json that belongs to these weights"
+                f" {list(shape)}; use the config.json that belongs to these weights"
             )
-        if entry.dtype == _FP8 and len(entry.shape) == 2 and not weight_spec.packed:
-            self._check_scales(name, entry.shape)
-        elif entry.dtype not in (("U8",) if weight_spec.packed else _LOADABLE):
-            supported = "U8 (MXFP4)" if weight_spec.packed else "F32, BF16, F16, F8_E4M3 matrices"
+        if dtype in _SCALES and len(entry.shape) == 2 and not weight_spec.packed:
+            self._check_scales(name, weight_spec.shape)
+        elif dtype not in (("U8",) if weight_spec.packed else _LOADABLE):
+            floats = "F32, BF16, F16, F8_E4M3 and I8 matrices"
+            supported = "U8 (MXFP4)" if weight_spec.packed else floats
             raise CheckpointError(
-                f"{path}: tensor {name} is stored as {entry.dtype}; supported: {supported}"
+                f"{path}: tensor {name} is stored as {dtype}; supported: {supported}"
             )
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that an fp8 matrix has a scale for each of its blocks."""
-        scales = WeightSpec((f"{name}_scale_inv",), tuple(-(-size // FP8_BLOCK) for size in shape))
-        entry = self.entry(self.find(scales))
+        """Check that a matrix has scales: fp8 for each block, int8 for groups of equal size."""
+        scale = self.scale_name(name)
+        assert scale is not None
+        sizes = tuple(-(-size // FP8_BLOCK) for size in shape)
+        if scale == name + _SCALES[_INT8]:
+            groups = self.entry(scale).shape[-1:] if self.has(scale) else (1,)
+            sizes = shape[0], groups[0] if groups and groups[0] and shape[1] % groups[0] == 0 else 1
+        entry = self.entry(self.find(WeightSpec((scale,), sizes)))
         if entry.dtype not in _LOADABLE:
             raise CheckpointError(
-                f"{self.folder}: tensor {name}_scale_inv is stored as {entry.dtype}; supported: "
+                f"{self.folder}: tensor {scale} is stored as {entry.dtype}; supported: "
                 + ", ".join(_LOADABLE)
             )
 
@@ -157,7 +186,8 @@ def check_checkpoint(folder: Path) -> ModelSpec:
     for layer in spec.moe_layers:
         for weight_specs in expert_weight_specs(checkpoint, spec, layer, range(spec.num_experts)):
             read.update(checkpoint.find(weight_spec) for weight_spec in weight_specs.values())
-    refuse_unread(folder, spec, checkpoint.names, read)
+    scales = {scale for name in read if (scale := checkpoint.scale_name(name)) is not None}
+    refuse_unread(folder, spec, checkpoint.names, read | scales)
     return spec
 
 
@@ -214,7 +244,6 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder}: no weights: neither {SINGLE} nor {INDEX} is there")
 
 
-_FP8_SCALE = "_scale_inv"
 _INVERSE_FREQUENCIES = (r"(^|\.)rotary_emb\.inv_freq$",)  # computed from config.json
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -236,8 +265,8 @@ def refuse_unread(
 
 
 def _is_ignorable(spec: ModelSpec, name: str, read: Collection[str]) -> bool:
-    if name.endswith(_FP8_SCALE) and name.removesuffix(_FP8_SCALE) in read:
-        return True
+    if name.endswith("weight_shape") and f"{name.removesuffix('_shape')}_scale" in read:
+        return True  # of packed int8
     if any(re.search(names, name) for names in (*_INVERSE_FREQUENCIES, *spec.family.ignored)):
         return True
     layer = _LAYER.match(name)

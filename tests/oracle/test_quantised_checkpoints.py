@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtyp
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
 from tests.support.local_model import LocalModel
 from tests.support.one_line_errors import one_line_error
-from tests.support.quantised_models import make_fp8, make_mxfp4
+from tests.support.quantised_models import make_fp8, make_int8, make_mxfp4
 from tests.support.read_tensors import record_read_names
 from tests.support.tiny_models import Checkpoints, prompts
 from tests.support.transformers_oracle import Oracle
@@ -48,10 +49,18 @@ GROUPED: dict[str, Any] = {
     "num_hidden_layers": 2,
     "initializer_range": 0.06,
 }
+EVEN: dict[str, Any] = GROUPED | {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 CLAMPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
 PROMPT = prompts(3, [50])[0]
 DTYPES: tuple[Literal["bfloat16"], Literal["float32"]] = ("bfloat16", "float32")
-KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
+MADE: dict[str, tuple[str, dict[str, Any], Callable[[Path, Path], Pair], Storage]] = {
+    "deepseek_v3": ("deepseek_v3", LATENT, make_fp8, Storage.FP8),
+    "qwen3_moe": ("qwen3_moe", GROUPED, make_fp8, Storage.FP8),
+    "gpt_oss": ("gpt_oss", CLAMPED, make_mxfp4, Storage.MXFP4),
+    "int8": ("deepseek_v3", LATENT, make_int8, Storage.INT8),
+    "int8 groups": ("qwen3_moe", EVEN, partial(make_int8, group=128), Storage.INT8),
+}
+KINDS = list(MADE)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +71,9 @@ def pair_of(
 
     def make(kind: str) -> Pair:
         if kind not in made:
-            overrides = {"deepseek_v3": LATENT, "qwen3_moe": GROUPED, "gpt_oss": CLAMPED}[kind]
-            quantise = make_mxfp4 if kind == "gpt_oss" else make_fp8
-            plain = tiny_checkpoint(kind, **overrides)
-            made[kind] = quantise(plain, tmp_path_factory.mktemp(f"quantised-{kind}"))
+            family, overrides, quantise, _ = MADE[kind]
+            plain = tiny_checkpoint(family, **overrides)
+            made[kind] = quantise(plain, tmp_path_factory.mktemp("quantised"))
         return made[kind]
 
     return make
@@ -76,7 +84,8 @@ def test_logits_are_those_of_the_dequantised_weights(
     pair_of: Callable[[str], Pair], kind: str
 ) -> None:
     quantised, dequantised = pair_of(kind)
-    split = [[3, 0], [1, 4, 2] if kind != "deepseek_v3" else [1, 4, 2, 5]]
+    family, *_, storage = MADE[kind]
+    split = [[3, 0], [1, 4, 2] if family != "deepseek_v3" else [1, 4, 2, 5]]
     for dtype in DTYPES:
         local, floats = (
             LocalModel.load(folder, dtype=dtype, expert_split=split)
@@ -85,7 +94,6 @@ def test_logits_are_those_of_the_dequantised_weights(
         found, arithmetic = local.forward([PROMPT])[0], arithmetic_of(getattr(torch, dtype))
         assert arithmetic is not None
         if has_panels(getattr(torch, dtype), torch.device("cpu")):
-            storage = Storage.MXFP4 if kind == "gpt_oss" else Storage.FP8
             kept = local.experts[0].layer_experts(1).gate_up
             assert kept.kind == kind_of(arithmetic, storage)
             assert torch.equal(found, floats.forward([PROMPT])[0])
@@ -206,6 +214,14 @@ _DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 _PACKED = "model.layers.1.mlp.experts.down_proj"
 
 
+def _compressed(group: Any = None, weights: Any = None, **fields: Any) -> dict[str, Any]:
+    """A config.json with other fields of compressed-tensors."""
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group"}
+    group_0 = {"weights": {**numbers, **(weights or {})}, **(group or {})}
+    config = {"format": "int-quantized", "config_groups": {"group_0": group_0}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", **config, **fields}}
+
+
 Tensors = dict[str, torch.Tensor | None]
 REFUSED: dict[str, list[tuple[dict[str, Any], Tensors, list[str]]]] = {
     "deepseek_v3": [
@@ -227,6 +243,37 @@ REFUSED: dict[str, list[tuple[dict[str, Any], Tensors, list[str]]]] = {
             {"model.norm.weight": torch.ones(150).to(torch.float8_e4m3fn)},
             ["model.norm.weight", "F8_E4M3", "matrices"],
         ),
+    ],
+    "int8 groups": [
+        *(
+            (_compressed(**{field: value}), {}, [f"{field}: {value!r}", *parts])
+            for field, value, *parts in (
+                ("format", "float-quantized", "quantization_config.format", "pack-quantized"),
+                ("kv_cache_scheme", {"num_bits": 8}, "quantization_config."),
+                ("transform_config", {"config_groups": {"R1": 1}}, "quantization_config."),
+            )
+        ),
+        (_compressed(config_groups={}), {}, ["quantization_config.config_groups", "missing"]),
+        *(
+            (_compressed(**{part: {field: value}}), {}, [f"group_0.{name}: {value!r}", *parts])
+            for part, field, value, name, *parts in (
+                ("group", "input_activations", {"dynamic": True}, "input_activations", "none"),
+                ("group", "output_activations", {"dynamic": False}, "output_activations"),
+                ("weights", "num_bits", 4, "weights.num_bits", "8"),
+                ("weights", "type", "float", "weights.type", "'int'"),
+                ("weights", "symmetric", False, "weights.symmetric", "True"),
+                ("weights", "strategy", "tensor", "weights.strategy", "'channel', 'group'"),
+                ("weights", "actorder", "group", "weights.actorder"),
+            )
+        ),
+        ({}, {f"{_DOWN}_scale": None}, [f"{_DOWN}_scale", "missing"]),
+        ({}, {f"{_DOWN}_scale": torch.ones(256, 3)}, [f"{_DOWN}_scale", "[256, 3]", "[256, 1]"]),
+        ({}, {f"{_DOWN}_zero_point": torch.zeros(256, 1)}, [f"{_DOWN}_zero_point", "not part of"]),
+    ],
+    "int8": [
+        ({}, {f"{_DOWN}_packed": torch.ones(150, 34).int()}, [_DOWN, "[150, 34]", "[150, 35]"]),
+        ({}, {f"{_DOWN}_packed": torch.ones(150, 35)}, [_DOWN, "F32", "I8"]),
+        ({}, {f"{_DOWN}": torch.ones(150, 140)}, [f"{_DOWN}_packed", "both stored"]),
     ],
     "gpt_oss": [
         ({"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
@@ -251,7 +298,7 @@ def test_what_cannot_be_dequantised_is_refused_in_one_line(
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in change.items():
-            del tensors[name]
+            tensors.pop(name, None)
             if tensor is not None:
                 tensors[name] = tensor
 

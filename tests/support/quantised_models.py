@@ -43,6 +43,42 @@ def make_fp8(plain: Path, folder: Path) -> tuple[Path, Path]:
     return _pair(plain, folder, quantise, FP8)
 
 
+def make_int8(plain: Path, folder: Path, *, group: int | None = None) -> tuple[Path, Path]:
+    """(quantised, dequantised) copies of `plain` as compressed-tensors: all projections in int8.
+
+    Packed, by output; or with a group of inputs not packed, with scales in bfloat16."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "group" if group else "channel", "group_size": group}
+
+    def quantise(name: str, weight: torch.Tensor, packed: Tensors, floats: Tensors) -> None:
+        if not name.endswith("proj.weight"):
+            packed[name] = floats[name] = weight
+            return
+        N, K = weight.shape
+        groups = weight.view(N, -1, group or K)
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        scales = scales.bfloat16() if group else scales
+        codes = (groups / scales).round().clamp(-128, 127)
+        floats[name], codes = (codes * scales.float()).view(N, K), codes.view(N, K)
+        packed[f"{name}_scale"] = scales.squeeze(-1)
+        if group:
+            packed[name] = codes.to(torch.int8)
+            return
+        places = torch.nn.functional.pad(codes + 128, (0, -K % 4)).long().view(N, -1, 4)
+        words = sum(places[..., place] << 8 * place for place in range(4))
+        packed[f"{name}_packed"] = words.to(torch.int32)  # type: ignore[union-attr]
+        packed[f"{name}_shape"] = torch.tensor([N, K])
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if group else "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+    }
+    return _pair(plain, folder, quantise, config)
+
+
 def make_mxfp4(plain: Path, folder: Path) -> tuple[Path, Path]:
     """(quantised, dequantised) copies of a gpt-oss checkpoint: random MXFP4 experts."""
     generator = torch.Generator().manual_seed(0)

@@ -59,6 +59,10 @@ def check_cores(config: TandemConfig) -> Finding:
     found = f"{cores:g} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
     if ranks * config.groups.torch_threads > cores:
         return Finding("cores", "warning", found, "ranks share cores: correct, but slower")
+    nodes = machine.numa_nodes()
+    sets = machine.pinned_cpus(nodes, ranks, config.groups.torch_threads)
+    if sets:
+        found += f", pinned to {len(sets[0])} CPUs each on {len(nodes)} NUMA node(s)"
     return Finding("cores", "ok", found)
 
 

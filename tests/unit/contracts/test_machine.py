@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import actors.ranks.serving_rank
 import contracts.machine
@@ -14,7 +16,16 @@ from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.errors import ResourceError
 from contracts.loading import load_config
-from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores
+from contracts.machine import (
+    _cpu_list,
+    available_bytes,
+    free_bytes,
+    numa_nodes,
+    pinned_cpus,
+    total_bytes,
+    usable_cores,
+    whole_cores,
+)
 from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import read_spec
 
@@ -109,6 +120,65 @@ def test_version_1_files_are_read(tmp_path: Path) -> None:
 def test_cpu_quota_limits_cores(tmp_path: Path, quota: str, cores: float, threads: int) -> None:
     machine(tmp_path, "0::/a\n", {"a/cpu.max": quota, "cpu.max": "max 100000"})
     assert (usable_cores(tmp_path), whole_cores(tmp_path)) == (cores, threads)
+
+
+def nodes_of(nodes: int, cores: int, siblings: int = 1) -> list[list[frozenset[int]]]:
+    """NUMA nodes whose second siblings have the higher numbers, as Linux counts them."""
+    whole = nodes * cores
+    return [
+        [
+            frozenset(core + whole * n for n in range(siblings))
+            for core in range(first, first + cores)
+        ]
+        for first in range(0, whole, cores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "threads", "expected"),
+    [
+        pytest.param(nodes_of(1, 8), 2, 4, ["0-3", "4-7"], id="one socket"),
+        pytest.param(nodes_of(1, 8), 2, 8, [], id="threads take turns"),
+        pytest.param(nodes_of(1, 2), 2, 1, [], id="one core each"),
+        pytest.param(nodes_of(2, 64, 2), 2, 64, ["0-63,128-191", "64-127,192-255"], id="sockets"),
+        pytest.param(nodes_of(2, 64, 2), 1, 8, ["0-63,128-191"], id="one of two sockets"),
+        pytest.param(nodes_of(2, 64, 2), 1, 96, ["0-255"], id="more than a socket"),
+        pytest.param(nodes_of(4, 4), 3, 4, ["0-3", "4-7", "12-15"], id="nodes to spare"),
+        pytest.param(nodes_of(4, 4), 8, 2, [f"{n}-{n + 1}" for n in range(0, 16, 2)], id="halves"),
+        pytest.param(nodes_of(4, 4), 2, 6, ["0-7", "8-15"], id="two nodes each"),
+        pytest.param([nodes_of(1, 8)[0][:3], nodes_of(2, 8)[1][:6]], 3, 2, ["0-2", "8-10", "11-13"],
+                     id="control group"),
+        pytest.param(nodes_of(1, 8), 9, 1, [], id="more ranks than cores"),
+        pytest.param([], 2, 1, [], id="a quota"),
+    ],
+)  # fmt: skip
+def test_ranks_have_cores_of_their_own_in_one_numa_node_where_they_fit(
+    nodes: list[list[frozenset[int]]], ranks: int, threads: int, expected: list[str]
+) -> None:
+    assert pinned_cpus(nodes, ranks, threads) == [_cpu_list(text) for text in expected]
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 12), st.integers(1, 9))
+def test_pinned_ranks_share_no_core(sizes: list[int], ranks: int, threads: int) -> None:
+    nodes = [[frozenset({100 * n + core}) for core in range(size)] for n, size in enumerate(sizes)]
+    sets = pinned_cpus(nodes, ranks, threads)
+    assert len(sets) in (0, ranks)
+    assert len(frozenset().union(*sets)) == sum(map(len, sets))
+    assert all(len(cpus) >= max(2, threads) for cpus in sets)
+
+
+def test_topology_is_read_within_the_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "sys/devices/system"
+    for node, cpus in enumerate(("0-1,4-5", "2-3,6-7")):
+        write(system / f"node/node{node}/cpulist", f"{cpus}\n")
+    for cpu in range(8):
+        write(system / f"cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 6})
+    assert numa_nodes(tmp_path) == [[{1}], [{2, 6}, {3}]]
+    machine(tmp_path, "0::/a\n", {"a/cpu.max": "300000 100000"})
+    assert numa_nodes(tmp_path) == []
 
 
 def test_kv_pool_size_follows_container_memory(

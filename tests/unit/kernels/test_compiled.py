@@ -264,8 +264,8 @@ def test_code_that_no_start_has_used_for_long_is_removed(tmp_path: Path) -> None
 CODE = """
 import torch
 from kernels.linear import PackedLinear
-from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
-from kernels.stored import pack_fp8, pack_mxfp4
+from kernels.quantization import dequantize_fp8_blocks, dequantize_int8, dequantize_mxfp4
+from kernels.stored import pack_fp8, pack_int8, pack_mxfp4
 torch.manual_seed(0)
 x, weight = torch.randn(13, 70), torch.randn(40, 70)
 for dtype in (torch.float32, torch.bfloat16):
@@ -277,10 +277,12 @@ for dtype in (torch.float32, torch.bfloat16):
     blocks, powers = torch.arange(256).repeat(4).view(32, 2, 16), torch.arange(90, 154).view(32, 2)
     blocks, powers = blocks.to(torch.uint8), powers.to(torch.uint8)
     codes = torch.arange(126, dtype=torch.uint8).repeat(20).view(40, 63)
-    fp8, scales = (codes + 128 * (codes % 2)).view(torch.float8_e4m3fn), torch.full((40, 1), 0.3)
+    int8, fp8 = codes.view(torch.int8), (codes + 128 * (codes % 2)).view(torch.float8_e4m3fn)
+    scales = torch.full((40, 1), 0.3)
     for stored, plain in (
         (pack_mxfp4(blocks, powers), dequantize_mxfp4(blocks, powers)),
         (pack_fp8(fp8, scales), dequantize_fp8_blocks(fp8, scales[:1])),
+        (pack_int8(int8, scales), dequantize_int8(int8, scales)),
     ):
         some = x[:, : plain.shape[1]].to(dtype)
         for rows in (1, 3, 13):

@@ -29,7 +29,7 @@ from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
 from kernels.routing import GroupLimit, RoutingRule, group_by_expert, local_index
-from kernels.stored import pack_bfloat16, pack_fp8, pack_mxfp4
+from kernels.stored import pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
 from models.decoder.decoder import inverse_frequencies
 from models.spec.layer_spec import RopeSpec
 from tests.support import kernel_reference as reference
@@ -39,7 +39,7 @@ from tests.support.kernel_reference import (
     grouped_experts,
 )
 
-STORED = ["mxfp4", "fp8", "bfloat16"]
+STORED = ["mxfp4", "fp8", "int8", "bfloat16"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -113,6 +113,11 @@ def test_stored_weights_give_the_bits_of_unpacked_ones(
         scales = torch.rand(-(-N // FP8_BLOCK), -(-K // FP8_BLOCK), generator=generator)
         weight = dequantize_fp8_blocks(fp8, scales)
         stored = pack_fp8(fp8, scales.repeat_interleave(FP8_BLOCK, 0)[:N])
+    elif kind == "int8":
+        codes = torch.randint(-128, 128, (N, K), generator=generator, dtype=torch.int8)
+        scales = torch.randn(N, -(-K // FP8_BLOCK), generator=generator)
+        weight = codes * scales.repeat_interleave(FP8_BLOCK, 1)[:, :K]
+        stored = pack_int8(codes, scales)
     else:
         dtype, x = torch.float32, x.float()
         weight = torch.randn(N, K, generator=generator).bfloat16()
@@ -132,6 +137,9 @@ def test_scales_and_weights_that_cannot_be_unpacked_are_refused() -> None:
             pack_fp8(fp8, torch.tensor([[1.0], [scale]]))
     with pytest.raises(ValueError, match="not a number"):
         pack_fp8(torch.full((1, 4), float("nan")).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    for scale in (1e31, 1e-31, float("nan")):
+        with pytest.raises(ValueError, match="scale"):
+            pack_int8(torch.zeros(1, 4, dtype=torch.int8), torch.tensor([[scale]]))
     for exponent in (2, 253):
         with pytest.raises(ValueError, match="exponent"):
             pack_mxfp4(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.tensor([[exponent]]))

@@ -12,6 +12,7 @@ from cluster.fleet.nodes import (
     Node,
     RankPlacement,
     check_resources,
+    core_shares,
     kv_ranks,
     rank_requests,
     resolve_backend,
@@ -78,13 +79,16 @@ def seats_on(nodes: str, prefill_nodes: str, device: str, *settings: str) -> lis
         placed(config, (Group.ATTENTION, Group.EXPERT), nodes, device),
         placed(config, (Group.PREFILL,), prefill_nodes, device),
     ]
-    return [seat for one in both for seat in seat_ranks(one, kv_ranks(both))]
+    each = (seat_ranks(one, kv_ranks(both), core_shares(both)) for one in both)
+    return [seat for seats in each for seat in seats]
 
 
 def test_ranks_of_both_pipelines_share_the_kv_memory_of_their_node() -> None:
     seats = seats_on("aabb", "ac", "cpu")
     first, second, _, _, third, fourth = [seat.ranks_on_node for seat in seats]
     assert (first, second, third, fourth) == (3, 3, 3, 1)
+    shares = [seat.core_share for seat in seats]
+    assert shares == [(0, 3), (1, 3), (0, 2), (1, 2), (2, 3), (0, 1)]
     assert [seat.host for seat in seats[4:]] == ["at-a", "at-c"]
 
 

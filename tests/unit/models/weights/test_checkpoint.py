@@ -397,7 +397,7 @@ def test_wrong_tensor_or_format_is_named(single: Path) -> None:
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     for zeros, parts in (
         (torch.zeros(21, 48), ["[21, 48]", "[20, 48]", "config.json"]),
-        (torch.zeros(20, 48, dtype=torch.int8), ["I8", "BF16"]),
+        (torch.zeros(20, 48, dtype=torch.int16), ["I16", "BF16"]),
     ):
         tensors = load_file(single / "model.safetensors") | {name: zeros}
         save_file(tensors, single / "model.safetensors")
