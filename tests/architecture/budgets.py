@@ -62,11 +62,11 @@ def budgets() -> list[Budget]:
         # 950, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
         # times 1,200, issue 34's families 700, states and sparse attention 1,100, issue 35's 400.
         # Benchmarks: 12,350 without engines (OpenVINO 110) and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 77_800),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_300),
-        Budget("tests: lines", _lines(("tests",)), 52_950),
+        Budget("product: lines", _lines(PRODUCT), 77_720),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_080),
+        Budget("tests: lines", _lines(("tests",)), 52_890),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
-        Budget("docs and README: words", _words(), 44_650),
+        Budget("docs and README: words", _words(), 44_590),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
