@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from cluster.batch.store import FileRecord, Store
 from cluster.http.batch_types import (
@@ -126,9 +126,7 @@ class Files:
             for record in self._files.values()
             if record.tenant == owner.tenant and query.purpose in (None, record.file.purpose)
         ]
-        shown, has_more = page(found, query)
-        first, last = first_and_last(shown)
-        return FileList(data=shown, first_id=first, last_id=last, has_more=has_more)
+        return FileList(**page(found, query))
 
     async def get_file(self, owner: FileOwner, file: str) -> FileObject:
         return self._file(owner, file, "id").file
@@ -179,8 +177,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def page(found: list[Listed], query: PageQuery) -> tuple[list[Listed], bool]:
-    """Return one page, the latest first unless order=asc, and whether more follow.
+def page(found: list[Listed], query: PageQuery) -> dict[str, Any]:
+    """Return the fields of one page of a list, the latest first unless order=asc.
 
     Raises RequestError if `after` is not in the list.
     """
@@ -190,12 +188,9 @@ def page(found: list[Listed], query: PageQuery) -> tuple[list[Listed], bool]:
         first = next((at for at, one in enumerate(found, 1) if one.id == query.after), 0)
         if not first:
             raise RequestError(f"after: {query.after[:64]!r} is not in this list", "after")
-    return found[first : first + query.limit], len(found) > first + query.limit
-
-
-def first_and_last(found: list[Listed]) -> tuple[str | None, str | None]:
-    """Return the ids that a page names."""
-    return (found[0].id, found[-1].id) if found else (None, None)
+    shown, has_more = found[first : first + query.limit], len(found) > first + query.limit
+    first_id, last_id = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return {"data": shown, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 def _discard(upload: _Upload) -> None:

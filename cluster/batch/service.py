@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.batch.files import Files, first_and_last, new_id, page
+from cluster.batch.files import Files, new_id, page
 from cluster.batch.run import ERRORS, OUTPUT, BatchExecution, check_input
 from cluster.batch.store import BatchRecord, Store
 from cluster.http.batch_types import (
@@ -158,9 +158,7 @@ class Batches(Files):
             for record in self._batches.values()
             if record.tenant == owner.tenant
         ]
-        shown, has_more = page(found, query)
-        first, last = first_and_last(shown)
-        return BatchList(data=shown, first_id=first, last_id=last, has_more=has_more)
+        return BatchList(**page(found, query))
 
     async def get_batch(self, owner: FileOwner, batch: str) -> BatchObject:
         return self._shown(self._batch(owner, batch))

@@ -40,24 +40,6 @@ LATE_S = 5.0  # grace period for a rank in a long step
 ON_ONE_NODE = ("shm", "ipc")
 
 
-def start_member(
-    group: RankGroup, kind: Group, rank: int, config: TandemConfig, *, share: int
-) -> Member:
-    """Start a serving rank of an existing kind that is not yet in the group.
-
-    share: number of ranks that divide the remaining memory. Raises the error that prevents its
-    start;
-    its placement is released then.
-    """
-    first = next(member for member in group.members if member.spec.group is kind)
-    place = find_kept_place(group, kind, rank) or _new_place(first, rank, config)
-    try:
-        return _start_rank(group, first, place, rank, config, share)
-    except BaseException:
-        release_place(place)
-        raise
-
-
 def add_member(
     group: RankGroup,
     kind: Group,
@@ -67,12 +49,20 @@ def add_member(
     share: int,
     closing: threading.Event,
 ) -> float | None:
-    """Start a rank and add it to the directory.
+    """Start a rank of an existing kind and add it to the directory.
 
-    Returns the seconds it took, or None if the server is closing; the rank is killed then.
+    share: number of ranks that divide the remaining memory. Returns the seconds it took, or None if
+    the server is closing; the rank is killed then. Raises the error that prevents its start; its
+    placement is released then.
     """
     started_s = time.monotonic()
-    member = start_member(group, kind, rank, config, share=share)
+    first = next(member for member in group.members if member.spec.group is kind)
+    place = find_kept_place(group, kind, rank) or _new_place(first, rank, config)
+    try:
+        member = _start_rank(group, first, place, rank, config, share)
+    except BaseException:
+        release_place(place)
+        raise
     if closing.is_set():
         kill_all([member.handle])
         release_place(member.place)

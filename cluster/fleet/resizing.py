@@ -216,7 +216,7 @@ class Resizer:
 
     def _working(self) -> list[RunningRank]:
         """Return the working ranks of the group with experts."""
-        members = self._group(Group.EXPERT).members
+        members = _group_of(Group.EXPERT, self._groups).members
         return [RunningRank(one.ready, one.handle) for one in members if not one.replacement_reason]
 
     def _resume_change(self) -> None:
@@ -240,7 +240,7 @@ class Resizer:
     def _add(self, kind: Group, rank: int, *, share: int) -> None:
         name, closing = rank_name(kind, rank), self._closing
         self._add_step(f"{name} starts")
-        group = self._group(kind)
+        group = _group_of(kind, self._groups)
         seconds = add_member(group, kind, rank, self._config, share=share, closing=closing)
         if seconds is not None:
             self._add_step(f"{name} serves, after {seconds:g} s")
@@ -248,7 +248,8 @@ class Resizer:
     def _end(self, member: Member) -> None:
         started_s, within_s = time.monotonic(), self._config.groups.drain_timeout_s
         self._add_step(f"{member.name} leaves: it has {within_s:g} s for what it has")
-        remove_member(self._group(member.spec.group), member, within_s, self._closing)
+        group = _group_of(member.spec.group, self._groups)
+        remove_member(group, member, within_s, self._closing)
         seconds, place = time.monotonic() - started_s, member.place
         kept = "" if place.is_exclusive else f"; its seat is kept ({format_counts(place.needs)})"
         self._add_step(f"{member.name} is gone, after {seconds:.1f} s{kept}")
@@ -276,9 +277,6 @@ class Resizer:
     def _save_record(self) -> None:
         if not self._closing.is_set():  # else no successor resumes it
             self._keep()
-
-    def _group(self, kind: Group) -> RankGroup:
-        return next(group for group in self._groups if group.of_kind(kind))
 
     def _members(self, kind: Group) -> list[Member]:
         return [member for group in self._groups for member in group.of_kind(kind)]

@@ -25,13 +25,13 @@ from cluster.http.responses import (
     EventStream,
     Json,
     LogprobsJson,
-    UsageTally,
     collect,
     json_list,
     json_object,
     pieces_response,
     response_fields,
     sse,
+    token_usage,
 )
 from cluster.http.schemas import GenerationBody, GenerationOptions
 from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken, mark_special
@@ -286,10 +286,11 @@ class _Run:
         yield DONE
 
     def _usage(self) -> TokenUsage:
-        tally = UsageTally()
+        prompts: dict[int, Usage] = {}  # each counts once, however many choices it has
         for index, usage in sorted(self._usages.items()):
-            tally.add(self._job.prompt_of(index), usage)
-        return tally.result()
+            prompts.setdefault(self._job.prompt_of(index), usage)
+        generated = sum(usage.completion_tokens for usage in self._usages.values())
+        return token_usage(prompts.values(), generated)
 
     def _deltas(self) -> Deltas:
         return self._echoed() if self._job.echo else self._generated()

@@ -103,21 +103,6 @@ def response_fields(prefix: str, kind: str, model: str) -> dict[str, Any]:
     }
 
 
-class UsageTally:
-    """Usage of a request. Each prompt counts once, however many choices it has."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, Usage] = {}
-        self._completion_tokens = 0
-
-    def add(self, prompt: int, usage: Usage) -> None:
-        self._prompts.setdefault(prompt, usage)
-        self._completion_tokens += usage.completion_tokens
-
-    def result(self) -> TokenUsage:
-        return token_usage(self._prompts.values(), self._completion_tokens)
-
-
 def token_usage(usages: Iterable[Usage], completion_tokens: int = 0) -> TokenUsage:
     """Return OpenAI's `usage` object. usages: of the prompts."""
     total = add_usage(list(usages))

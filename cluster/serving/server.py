@@ -41,17 +41,13 @@ class RunningServer(NamedTuple):
     ready_s: float
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def serving(
     config: TandemConfig,
     *,
     environment: Mapping[str, str] = os.environ,
     show_rank_logs: bool = False,
-    report: Callable[[str], None] = _ignore,
+    report: Callable[[str], object] = lambda line: None,
 ) -> Iterator[RunningServer]:
     """Run the whole server inside the context. Raises TandemError, one line each.
 

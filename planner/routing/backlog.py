@@ -139,9 +139,9 @@ Locality = Callable[[Sequence[int], int], Sequence[float]]
 class Backlog:
     """Queues of held requests in front of a router's workers; owned with the router.
 
-    policy: of lane FIRST. background_policy: of the other lanes. locality: returns the load that is
-    accepted on each worker for its experts, in multiples of a request's work, from the request's
-    tokens and the first of them that is not cached.
+    policy: of lane FIRST. locality: returns the load that is accepted on each worker for its
+    experts, in multiples of a request's work, from the request's tokens and the first of them that
+    is not cached.
     """
 
     def __init__(
@@ -149,7 +149,6 @@ class Backlog:
         router: Router,
         work: RequestWork,
         policy: RoutePolicy = prefix_within_round,
-        background_policy: RoutePolicy = prefix_while_busy,
         locality: Locality | None = None,
     ) -> None:
         workers = router.config.workers
@@ -157,8 +156,8 @@ class Backlog:
         self._work = work
         self._policies = {
             Lane.FIRST: policy,
-            Lane.REST: background_policy,
-            Lane.LATER: background_policy,
+            Lane.REST: prefix_while_busy,
+            Lane.LATER: prefix_while_busy,
         }
         self._held = [OpenRequests(work) for _ in range(workers)]
         self._queues = [WorkerQueue() for _ in range(workers)]

@@ -8,7 +8,6 @@ There is no closed form for unequal micro-batches, but a fast lower bound: `sear
 the order of their bounds until a bound exceeds the best makespan. The result is the exact optimum.
 """
 
-import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -133,35 +132,21 @@ _MOST_MICRO_BATCHES = 16  # more cost more launches than they gain
 CHUNK_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
-class PlanExtension(enum.Flag):
-    """Kinds of plans beyond the paper."""
-
-    UNEVEN = enum.auto()
-    CHUNKED = enum.auto()
-    LATE_SHARED = enum.auto()
-
-
-ALL_EXTENSIONS = PlanExtension.UNEVEN | PlanExtension.CHUNKED | PlanExtension.LATE_SHARED
-
-
-def solve_extended(spec: PlanSpec, kinds: PlanExtension = ALL_EXTENSIONS) -> PlannedBatch:
-    """Return the best plan with the given kinds, or FinDEP's best where none is better.
+def solve_extended(spec: PlanSpec) -> PlannedBatch:
+    """Return the best plan of all kinds, or FinDEP's best where none is better.
 
     A kind for which the spec lacks numbers is left out.
     """
-    chunked = PlanExtension.CHUNKED in kinds and spec.attention_quadratic_fraction is not None
-    splits = list(_splits(spec.max_samples, uneven=PlanExtension.UNEVEN in kinds))
+    splits = list(_splits(spec.max_samples))
     cuts = [_cut(spec, sizes, ()) for sizes in splits]
-    if chunked:
+    if spec.attention_quadratic_fraction is not None:
         cuts.extend(
             _cut(spec, sizes, ends)
             for sizes in splits
-            for ends in _chunk_ends(spec.attention_quadratic_fraction or 0.0)
+            for ends in _chunk_ends(spec.attention_quadratic_fraction)
             if len(sizes) * len(ends) <= _MOST_MICRO_BATCHES
         )
-    return search(
-        spec, cuts, late_shared=PlanExtension.LATE_SHARED in kinds, start=solve(spec).best
-    )
+    return search(spec, cuts, late_shared=True, start=solve(spec).best)
 
 
 def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut:
@@ -174,11 +159,11 @@ def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut
     return Cut(plan, pieces_of(spec, plan, sizes), sum(sizes))
 
 
-def _splits(max_samples: int, *, uneven: bool) -> Iterator[tuple[int, ...]]:
+def _splits(max_samples: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes of micro-batches: equal ones, and uneven ones that take all samples."""
     for r1 in range(1, min(max_samples, _MOST_MICRO_BATCHES) + 1):
         yield (max_samples // r1,) * r1
-        if uneven and max_samples % r1:
+        if max_samples % r1:
             sizes = _even(max_samples, r1)
             yield sizes
             yield sizes[::-1]

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import MutableMapping
+from functools import partial
 
 from cluster.cli.arguments import Commands, add_command
 from cluster.cli.config_options import add_config_options, config_from_options
@@ -39,10 +40,6 @@ def add_serve(commands: Commands) -> None:
     serve.add_argument("--root-path", metavar="/PATH", help="prefix that a proxy in front strips")
 
 
-def _print_line(line: str) -> None:
-    print(line, flush=True)
-
-
 def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     config = config_from_options(options)
     prepare_cluster_environment(config, environment)
@@ -57,7 +54,7 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
         (skip_drain if stop.is_set() else stop).set()
 
     with serving(
-        config, environment=environment, show_rank_logs=True, report=_print_line
+        config, environment=environment, show_rank_logs=True, report=partial(print, flush=True)
     ) as served:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup

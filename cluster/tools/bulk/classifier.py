@@ -25,10 +25,6 @@ from contracts.errors import RequestError, TandemError
 from models.text.tokenizer import Tokenizer
 
 
-class _RowError(TandemError):
-    """A row that no worker can answer."""
-
-
 class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
     """task: has no prefix, since each row has its own. unavailable_s: limit without any answer.
 
@@ -81,19 +77,20 @@ class RowClassifier:
             if isinstance(part, RequestError):
                 return RowRejection(part.message)
             part = msgspec.structs.replace(part, wait_for_slot=True)
-            try:
-                results.append(await self._classify_with_retry(task, part))
-            except _RowError as error:
-                return RowRejection(error.message)
+            result = await self._classify_with_retry(task, part)
+            if isinstance(result, RowRejection):
+                return result
+            results.append(result)
         usage = add_usage([result.usage for result in results])
         probs = [r.probs[YES] for r in results] if self._bulk.multi_label else results[0].probs
         return RowAnswer(probs, usage.prompt_tokens, usage.cached_tokens)
 
-    async def _classify_with_retry(self, task: ClassifyTask, row: TokenizedRow) -> Classified:
+    async def _classify_with_retry(
+        self, task: ClassifyTask, row: TokenizedRow
+    ) -> Classified | RowRejection:
         """Classify a row; retry after lost workers and full queues.
 
-        Raises _RowError for errors of the row, and the last error after `unavailable_s` without any
-        answer.
+        Raises the last error after `unavailable_s` without any answer.
         """
         pause_s = MIN_PAUSE_S
         failures = 0
@@ -106,9 +103,9 @@ class RowClassifier:
                 if not error.retryable or error.code in LOST_CODES:
                     failures += 1
                 if error.status < 500 and not error.retryable:
-                    raise _RowError(error.message) from None
+                    return RowRejection(error.message)
                 if failures >= MAX_FAILURES:
-                    raise _RowError(f"{error.message} [tried {failures} times]") from None
+                    return RowRejection(f"{error.message} [tried {failures} times]")
                 if self._clock() - self._last_answer_s > self._bulk.unavailable_s:
                     raise
             await asyncio.sleep(pause_s)

@@ -42,25 +42,11 @@ ROUTER_TIMEOUT_S = 15.0  # it shares cores with workers, and imports torch at it
 MAX_LOSSES = 5  # consecutive, without an answer in between
 
 
-class RouterFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """An error as a value: an exception in an actor would arrive with a traceback in its text."""
-
-    message: str
-
-
-class RouterAnswers(msgspec.Struct, frozen=True, tag="answers"):
-    items: list[RowOutcome]
-
-
-class RouterReady(msgspec.Struct, frozen=True, tag="opened"):
-    pass
-
-
-RouterReply = RouterAnswers | RouterReady | RouterFailure
 # at import: msgspec crashes if two threads create a type's first decoder at once
 _decode_bulk = msgspec.msgpack.Decoder(BulkTask).decode
 _decode_rows = msgspec.msgpack.Decoder(list[RowRequest]).decode
-_decode_reply = msgspec.msgpack.Decoder(RouterReply).decode
+# a text: an error as a value, since an exception in an actor would arrive with its traceback
+_decode_outcomes = msgspec.msgpack.Decoder(list[RowOutcome] | str).decode
 
 
 class BulkRouter:
@@ -75,16 +61,16 @@ class BulkRouter:
         self._directory = b""
         self._is_replaced = False  # the application has been deployed again: its ranks are others
 
-    async def open(self) -> bytes:
-        """Connect to the workers."""
+    async def open(self) -> str:
+        """Connect to the workers; return why that failed, or an empty string."""
         try:
             self._answering = await self._open()
         except TandemError as error:
-            return msgspec.msgpack.encode(RouterFailure(error.message))
+            return error.message
         except RayError as error:
             reason = f"the launcher of the workers does not answer: {type(error).__name__}"
-            return msgspec.msgpack.encode(RouterFailure(f"{reason}; run again with --resume"))
-        return msgspec.msgpack.encode(RouterReady())
+            return f"{reason}; run again with --resume"
+        return ""
 
     async def _open(self) -> RowClassifier | RowRequester:
         groups = self._groups or await self._find_groups()
@@ -148,9 +134,9 @@ class BulkRouter:
         assert self._answering is not None, "open() comes first"
         requests = _decode_rows(rows)
         try:
-            return msgspec.msgpack.encode(RouterAnswers(await self._answering.answer(requests)))
+            return msgspec.msgpack.encode(await self._answering.answer(requests))
         except TandemError as error:
-            return msgspec.msgpack.encode(RouterFailure(error.message))
+            return msgspec.msgpack.encode(error.message)
 
     async def ping(self) -> list[str] | None:
         """Show that the event loop runs; return one line for each unavailable worker.
@@ -182,7 +168,7 @@ class RayRouter:
     async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
         actor = await self._ready()
         try:
-            reply = _reply(await actor.answer.remote(msgspec.msgpack.encode(rows)))
+            body: bytes = await actor.answer.remote(msgspec.msgpack.encode(rows))
         except RayActorError as error:
             if self._actor is actor:  # several calls may report one loss
                 self._actor = None
@@ -194,10 +180,11 @@ class RayRouter:
         except RayError as error:
             reason = str(error).strip().partition("\n")[0]
             raise JobError(f"the Ray cluster is lost: {reason}; run again with --resume") from None
-        if not isinstance(reply, RouterAnswers):
-            raise JobError(f"the router gave up: {_message(reply)}; run again with --resume")
+        found: list[RowOutcome] | str = _decode_outcomes(body)
+        if isinstance(found, str):
+            raise JobError(f"the router gave up: {found}; run again with --resume")
         self._losses = 0
-        return reply.items
+        return found
 
     async def close(self) -> None:
         if self._watch is not None:
@@ -228,15 +215,15 @@ class RayRouter:
 
     async def _open(self, actor: Any) -> None:
         try:
-            reply = _reply(await asyncio.wait_for(actor.open.remote(), READY_TIMEOUT_S))
+            failure = await asyncio.wait_for(actor.open.remote(), READY_TIMEOUT_S)
         except TimeoutError:
             ray.kill(actor)
             raise JobError(
                 f"the router was not connected to the workers within {READY_TIMEOUT_S:g} s; see "
                 "their log, then run again with --resume"
             ) from None
-        if isinstance(reply, RouterFailure):
-            raise JobError(reply.message)
+        if failure:
+            raise JobError(failure)
 
     def _count_loss(self, error: BaseException) -> None:
         self._losses += 1
@@ -276,12 +263,3 @@ def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
     body = msgspec.msgpack.encode(bulk)
     remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
     return remote.remote(config, body, groups)
-
-
-def _reply(body: bytes) -> RouterReply:
-    reply: RouterReply = _decode_reply(body)
-    return reply
-
-
-def _message(reply: RouterReply) -> str:
-    return reply.message if isinstance(reply, RouterFailure) else "an unexpected answer"
