@@ -81,7 +81,8 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
     )
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
-    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
+    work = work_of(shape_of(half.spec, half.dtype))
+    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry, work)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
     # Without a KV cache states start and end with a batch, and so do shared blocks.
@@ -90,7 +91,6 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     blocks = block_manager(
         kv, config.kv, prefix_cache=shares, keeps=not disable_kv_cache, journal=True
     )
-    work = work_of(shape_of(half.spec, half.dtype))
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
     scheduler = Scheduler(
         schedule, blocks, whole_prompts=disable_kv_cache, on_end=prefill_log.ended
