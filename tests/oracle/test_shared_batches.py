@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,13 @@ import pytest
 import torch
 
 from actors.gather.shuffled import BatchChoice, ShuffledBackend
-from planner.costs.exchange_volume import ExchangeScheme
-from tests.support.group_harness import PrefillThreads, RankConnection, loop_of, prefill_config
+from tests.support.group_harness import (
+    PrefillThreads,
+    RankConnection,
+    loop_of,
+    meeting,
+    prefill_config,
+)
 from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
 ROWS = prompts(1, [23, 1, 140, 7])
@@ -76,3 +82,40 @@ def test_logits_of_shared_batches_equal_those_of_one_worker(
                 assert backend_of(group, rank).passes == len(ROWS)
         for logits in found:
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+PREFIX = prompts(2, [70])[0]
+WITH_PREFIX = [PREFIX + tail for tail in prompts(3, [90, 5, 33, 1])]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_prefixes_and_chunks_are_read_across_shared_and_lone_batches(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    folder = tiny_checkpoint(family)
+    chunks = {"prefill": {"max_batch_tokens": 48}}
+    expected = alone_logits(folder, WITH_PREFIX, **chunks)
+    for workers in (2, 3):
+        with (
+            sharing(folder, workers, **chunks) as group,
+            patch.object(BatchChoice, "gain_s", side_effect=itertools.cycle([60.0, 0.0, 60.0])),
+            group.client() as client,
+        ):
+            found = logits_of(client, WITH_PREFIX)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            assert backend_of(group, 0).passes >= 4
+
+
+@pytest.mark.parametrize("disable_kv_cache", [True, False])
+def test_sequences_share_blocks_within_a_shared_batch(
+    tiny_checkpoint: Checkpoints, disable_kv_cache: bool
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder, WITH_PREFIX)
+    prefill = {"disable_kv_cache": disable_kv_cache}
+    with sharing(folder, 2, prefill=prefill) as group, group.client() as client:
+        with meeting(group.workers[0], len(WITH_PREFIX)):
+            ids = [client.submit(row, candidates=VOCABULARY) for row in WITH_PREFIX]
+        torch.testing.assert_close(client.logits(ids), expected, atol=1e-5, rtol=0)
+        assert backend_of(group, 0).passes == 1
+
