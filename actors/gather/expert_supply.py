@@ -47,7 +47,7 @@ class ExpertSupply(NamedTuple):
     and not filled yet. degraded: why experts do not come from their usual place, "" if they do.
     bytes_moved: sent to and received from other workers so far. connect: joins other workers (name
     -> address), called again with all of them after a replacement; raises ChannelError. close: may
-    be called twice.
+    be called twice. shared_batches: that this worker led to their end, or that lost a worker.
     """
 
     backend: Callable[[AttentionHalf], ExpertBackend[Any]]
@@ -57,6 +57,7 @@ class ExpertSupply(NamedTuple):
     degraded: Callable[[], str] = str
     bytes_moved: Callable[[], tuple[int, int]] = _no_bytes
     connect: Callable[[dict[str, str]], None] = lambda addresses: None
+    shared_batches: dict[str, float] | None = None
 
 
 def expert_supply(
@@ -172,8 +173,8 @@ def _shuffled(
     model, config = layout.spec, spec.config
     workers = spec.prefill_ranks
     check_divisible(model, workers)
-    endpoint = rank_endpoint(spec, layout.device, monotonic_s)
     store, gathered = _gathered(spec, layout, timeline, None)
+    endpoint = rank_endpoint(spec, layout.device, monotonic_s)
     checkpoint = Checkpoint(Path(spec.model_folder))
     own = ExpertHalf.load(
         checkpoint, model, spec.own_experts, dtype=layout.dtype, device=layout.device
@@ -182,10 +183,13 @@ def _shuffled(
     exchange = GroupExchange(endpoint, names, own, spec.placement, timeline, monotonic_s)
     shares = tuple(head_share(model, rank, workers) for rank in range(workers))
 
+    shared_batches = {"led": 0.0, "lost": 0.0}
+
     def backend(half: AttentionHalf) -> ShuffledBackend:
         divided = divided_half(half, checkpoint, shares[spec.rank])
         group = GroupHalf(divided, shares, config.kv.block_tokens)
-        parts = GroupParts(exchange, group, work, keeps_kv=not config.prefill.disable_kv_cache)
+        keeps_kv = not config.prefill.disable_kv_cache
+        parts = GroupParts(exchange, group, work, shared_batches, keeps_kv=keeps_kv)
         return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)
 
     def connect(addresses: dict[str, str]) -> None:
@@ -203,7 +207,12 @@ def _shuffled(
 
     address = f"{gathered.address} {endpoint.listen(spec.host)}"
     return gathered._replace(
-        backend=backend, close=close, address=address, bytes_moved=bytes_moved, connect=connect
+        backend=backend,
+        close=close,
+        address=address,
+        bytes_moved=bytes_moved,
+        connect=connect,
+        shared_batches=shared_batches,
     )
 
 

@@ -47,11 +47,13 @@ class GroupParts(NamedTuple):
 
     work: FLOPs of new tokens [start, stop). first_order: of a batch's tokens in the first layer
     with experts, from their ids; None: as they are. keeps_kv: K and V are read by later batches.
+    counts: batches that this worker led to their end ("led"), and that lost a worker ("lost").
     """
 
     exchange: GroupExchange
     half: GroupHalf
     work: Callable[[int, int], int]
+    counts: dict[str, float]
     keeps_kv: bool
     scheme: ExchangeScheme = ExchangeScheme.SHUFFLED
     first_order: Callable[[Sequence[int]], Ints] | None = None
@@ -68,7 +70,7 @@ class _Following(NamedTuple):
 
 
 class ShuffledBackend(StoredBackend):
-    """Expert backend of shuffled mode. passes: that this worker led to their end."""
+    """Expert backend of shuffled mode."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class ShuffledBackend(StoredBackend):
         self._group, self._exchange = group, group.exchange
         self._following: _Following | None = None
         self._leading: _LedPass | None = None
-        self._count = self.passes = 0
+        self._count = 0
         self._choice = BatchChoice(half, group)
         self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
 
@@ -162,13 +164,14 @@ class ShuffledBackend(StoredBackend):
 
     def led(self, seconds: float, work: BatchWork) -> None:
         """Note that a pass which this worker led has ended."""
-        self.passes += 1
+        self._group.counts["led"] += 1
         self._choice.shared(work, seconds)
         self._leading = None
         self._exchange.end()
 
     def abandon(self, reason: str) -> None:
         """End the pass that this worker leads, before its end."""
+        self._group.counts["lost"] += 1
         self._leading = None
         self._end(Aborted(reason))
 

@@ -216,7 +216,9 @@ class ReferencePass(Observer):
 
     def sections(self) -> dict[str, dict[str, float]]:
         """peak_flops_per_s: of a large matrix product; 0 if FLOPs are not counted."""
-        return {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
+        found = {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
+        shared = self._supply.shared_batches
+        return found if shared is None else {**found, "shared_batches": dict(shared)}
 
     def notes(self) -> dict[str, str]:
         """degraded: peers whose experts are read elsewhere, and why."""

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
+from actors.gather.group_exchange import GroupExchange
+from actors.gather.shared_pass import SharedPass
 from actors.gather.shuffled import BatchChoice, ShuffledBackend
+from actors.ranks.prefill_rank import prefill_rank
+from actors.ranks.rank import Rank
+from actors.ranks.rendezvous import channel_addresses
+from contracts.errors import ConfigError
+from contracts.ranks import Group
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
     loop_of,
     meeting,
     prefill_config,
+    until,
 )
 from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
@@ -47,10 +57,9 @@ def alone_logits(
         return logits_of(client, rows)
 
 
-def backend_of(group: PrefillThreads, rank: int) -> ShuffledBackend:
-    backend = loop_of(group.workers[rank]).executor._backend
-    assert isinstance(backend, ShuffledBackend)
-    return backend
+def led(group: PrefillThreads, rank: int = 0) -> float:
+    """Return the shared batches that a worker led to their end."""
+    return group.workers[rank].status().sections["shared_batches"]["led"]
 
 
 @contextmanager
@@ -79,7 +88,7 @@ def test_logits_of_shared_batches_equal_those_of_one_worker(
             for rank in range(workers):
                 with group.client(rank) as client:
                     found.append(logits_of(client))
-                assert backend_of(group, rank).passes == len(ROWS)
+                assert led(group, rank) == len(ROWS)
         for logits in found:
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
@@ -103,7 +112,7 @@ def test_prefixes_and_chunks_are_read_across_shared_and_lone_batches(
         ):
             found = logits_of(client, WITH_PREFIX)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-            assert backend_of(group, 0).passes >= 4
+            assert led(group) >= 4
 
 
 @pytest.mark.parametrize("disable_kv_cache", [True, False])
@@ -117,5 +126,103 @@ def test_sequences_share_blocks_within_a_shared_batch(
         with meeting(group.workers[0], len(WITH_PREFIX)):
             ids = [client.submit(row, candidates=VOCABULARY) for row in WITH_PREFIX]
         torch.testing.assert_close(client.logits(ids), expected, atol=1e-5, rtol=0)
-        assert backend_of(group, 0).passes == 1
+        assert led(group) == 1
 
+
+def at_layer(layer: int, act: Callable[[SharedPass], None]) -> Any:
+    """Return a patch that acts before a layer of each worker's side of a shared batch."""
+    order = SharedPass._order
+
+    def acting(shared: SharedPass, number: int, *rest: Any) -> Any:
+        if number == layer:
+            act(shared)
+        return order(shared, number, *rest)
+
+    return patch.object(SharedPass, "_order", acting)
+
+
+def test_batch_that_loses_a_worker_is_computed_alone_and_the_group_forms_again(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder)
+    with sharing(folder, 3, "tcp") as group, group.client() as client:
+        stop = once(lambda: threading.Thread(target=group.workers[2].stop).start())
+        with at_layer(1, lambda shared: stop() if shared._exchange.rank == 2 else None):
+            torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
+        assert led(group) == 0  # no later batch is shared with two of three
+        assert group.workers[0].status().sections["shared_batches"]["lost"] == 1
+        assert group.workers[0].status().healthy
+        with group.client(1) as other:
+            torch.testing.assert_close(logits_of(other), expected, atol=1e-5, rtol=0)
+        group.workers[2] = replaced(group, 2)
+        until(lambda: _exchange(group, 0).is_linked and _exchange(group, 1).is_linked)
+        torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
+        assert led(group) == len(ROWS)
+
+
+def test_error_of_a_follower_ends_its_batch_only(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder)
+
+    def fail(shared: SharedPass) -> None:
+        if shared._exchange.rank == 1 and not failed:
+            failed.append(1)
+            raise MemoryError("no memory for a test")
+
+    failed: list[int] = []
+    with sharing(folder, 2) as group, group.client() as client, at_layer(2, fail):
+        torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
+        assert failed
+        assert led(group) == len(ROWS) - 1
+        assert not _exchange(group, 1)._arrived
+
+
+def test_busy_worker_declines_and_each_computes_alone(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder)
+    with sharing(folder, 2) as group, group.client(0) as one, group.client(1) as other:
+        with meeting(group.workers[0], len(ROWS)), meeting(group.workers[1], len(ROWS)):
+            sent = [
+                [client.submit(row, candidates=VOCABULARY) for row in ROWS]
+                for client in (one, other)
+            ]
+        for client, ids in zip((one, other), sent, strict=True):
+            torch.testing.assert_close(client.logits(ids), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "workers", "reason"),
+    [
+        ("olmoe", 2, "norms the queries of all heads together; use gathered"),
+        ("qwen3_next", 2, "has recurrent layers; use gathered"),
+        ("qwen3_moe", 7, "groups.prefill_ranks=7 .* more than the 6 attention heads"),
+    ],
+)
+def test_attention_that_cannot_be_divided_is_refused(
+    tiny_checkpoint: Checkpoints, family: str, workers: int, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason), sharing(tiny_checkpoint(family), workers):
+        pass
+
+
+def _exchange(group: PrefillThreads, rank: int) -> GroupExchange:
+    backend = loop_of(group.workers[rank]).executor._backend
+    assert isinstance(backend, ShuffledBackend)
+    return backend._exchange
+
+
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    acts = iter([act])
+    return lambda: next(acts, lambda: None)()
+
+
+def replaced(group: PrefillThreads, rank: int) -> Rank:
+    """Start another worker in the place of one that has stopped, and introduce it."""
+    worker = prefill_rank(msgspec.structs.replace(group.workers[rank].spec, epoch=2))
+    others = [each for each in group.workers if each.ready.name != worker.ready.name]
+    addresses = channel_addresses([w.ready for w in (*others, worker)], Group.PREFILL)
+    for each in (*others, worker):
+        each.connect(addresses)
+    worker.start()
+    return worker
