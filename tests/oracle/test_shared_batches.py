@@ -14,6 +14,8 @@ import msgspec
 import pytest
 import torch
 
+from actors.channels.base import TensorSpec
+from actors.channels.endpoint import Endpoint
 from actors.gather.group_exchange import GroupExchange
 from actors.gather.shared_pass import SharedPass
 from actors.gather.shuffled import BatchChoice, ShuffledBackend
@@ -22,6 +24,8 @@ from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import channel_addresses
 from contracts.errors import ConfigError
 from contracts.ranks import Group
+from models.weights.checkpoint import check_checkpoint
+from planner.costs.exchange_volume import ExchangeScheme, LayerExchange, moved_bytes
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -226,3 +230,62 @@ def replaced(group: PrefillThreads, rank: int) -> Rank:
         each.connect(addresses)
     worker.start()
     return worker
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Collect the bytes of packets, without messages."""
+    sent: list[int] = []
+    reserve, send = Endpoint.reserve, GroupExchange.send
+
+    def reserved(endpoint: Endpoint, peer: str, parts: Sequence[TensorSpec]) -> Any:
+        sent.append(sum(part.num_bytes for part in parts))
+        return reserve(endpoint, peer, parts)
+
+    def sending(exchange: GroupExchange, message: Any, number: int, peers: Any = None) -> None:
+        peers = exchange._peers if peers is None else peers
+        sent.append(-len(peers) * len(msgspec.msgpack.encode(message)))
+        send(exchange, message, number, peers)
+
+    with patch.object(Endpoint, "reserve", reserved), patch.object(GroupExchange, "send", sending):
+        yield sent
+
+
+def wait_for_end(exchanges: Sequence[GroupExchange]) -> None:
+    until(lambda: not any(each.number for each in exchanges))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_of_each_scheme_are_those_of_the_formula(
+    tiny_checkpoint: Checkpoints, workers: int
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected, spec = alone_logits(folder, ROWS[2:3]), check_checkpoint(folder)
+    tokens, layers = len(ROWS[2]), spec.num_layers
+    for scheme in (
+        ExchangeScheme.ALL_REDUCE,
+        ExchangeScheme.REDUCE_SCATTER,
+        ExchangeScheme.SHUFFLED,
+    ):
+        with (
+            sharing(folder, workers, "tcp", prefill={"disable_kv_cache": True}) as group,
+            counted_bytes() as sent,
+            group.client() as client,
+        ):
+            backend = loop_of(group.workers[0]).executor._backend
+            assert isinstance(backend, ShuffledBackend)
+            backend._group = backend._group._replace(scheme=scheme)
+            logits = logits_of(client, ROWS[2:3])
+            exchanges = [_exchange(group, rank) for rank in range(workers)]
+            wait_for_end(exchanges)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+        rows = tokens * (layers - 1) + 1  # the last layer has one row
+        layer = LayerExchange(
+            workers,
+            rows,
+            sum(each.counts.copies for each in exchanges),
+            sum(sum(each.counts.pairs_R) - each.counts.pairs_R[each.rank] for each in exchanges),
+            spec.num_experts * layers,
+            tokens * (layers - 1) if scheme is ExchangeScheme.SHUFFLED else 0,
+        )
+        assert sum(sent) == moved_bytes(scheme, layer, spec.hidden_size * 4)
