@@ -12,7 +12,7 @@ from actors.gather.all_to_all import AllToAll, LockstepBackend
 from actors.gather.group_exchange import GroupExchange
 from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.shared_pass import GroupHalf
-from actors.gather.shuffled import GroupParts, ShuffledBackend
+from actors.gather.shuffled import BatchFacts, GroupParts, ShuffledBackend
 from actors.gather.stored_backend import StoredBackend
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.moe.backend import ExpertBackend
@@ -33,7 +33,6 @@ from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
 from planner.placement.slots import check_fits
-from planner.routing.open_requests import RequestWork
 
 
 def _no_bytes() -> tuple[int, int]:
@@ -66,12 +65,9 @@ def expert_supply(
     dtype: torch.dtype,
     timeline: Timeline,
     telemetry: Telemetry,
-    work: RequestWork,
+    facts: BatchFacts,
 ) -> ExpertSupply:
-    """Build what `prefill.experts` selects. work: FLOPs of a sequence's new tokens.
-
-    Raises CheckpointError, ResourceError, ConfigError.
-    """
+    """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError."""
     kind = spec.config.prefill.experts
     if kind == "resident":
         store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
@@ -87,7 +83,7 @@ def expert_supply(
         store = copying_store(spec, layout, host_source(spec, layout), Stage.HOST_COPY, timeline)
         return _stored(spec, store, timeline)
     if kind == "shuffled":
-        return _shuffled(spec, layout, timeline, work)
+        return _shuffled(spec, layout, timeline, facts)
     host = host_source(spec, layout) if kind == "hybrid" else None
     store, supply = _gathered(spec, layout, timeline, host)
     return supply._replace(backend=_stored(spec, store, timeline).backend)
@@ -164,7 +160,7 @@ def _gathered(
 
 
 def _shuffled(
-    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, work: RequestWork
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, facts: BatchFacts
 ) -> ExpertSupply:
     """Shuffled mode: as gathered, with a second copy of this worker's experts to compute with.
 
@@ -189,7 +185,7 @@ def _shuffled(
         divided = divided_half(half, checkpoint, shares[spec.rank])
         group = GroupHalf(divided, shares, config.kv.block_tokens)
         keeps_kv = not config.prefill.disable_kv_cache
-        parts = GroupParts(exchange, group, work, shared_batches, keeps_kv=keeps_kv)
+        parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
         return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)
 
     def connect(addresses: dict[str, str]) -> None:

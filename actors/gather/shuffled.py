@@ -37,26 +37,35 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from planner.arrays import Ints
 from planner.costs.exchange_volume import BatchWork, ExchangeScheme, GroupRates, shared_gain_s
+from planner.routing.open_requests import RequestWork
 from planner.scheduling.measured_rates import TaskTimes
 
 log = logging.getLogger(f"tandem.{__name__}")
 
 
-class GroupParts(NamedTuple):
-    """Parts of a `ShuffledBackend`.
+class BatchFacts(NamedTuple):
+    """Functions of batches that are known outside of the backend.
 
     work: FLOPs of new tokens [start, stop). first_order: of a batch's tokens in the first layer
-    with experts, from their ids; None: as they are. keeps_kv: K and V are read by later batches.
+    with experts, from their ids; None: as they are.
+    """
+
+    work: RequestWork
+    first_order: Callable[[Sequence[int]], Ints] | None = None
+
+
+class GroupParts(NamedTuple):
+    """Parts of a `ShuffledBackend`. keeps_kv: K and V are read by later batches.
+
     counts: batches that this worker led to their end ("led"), and that lost a worker ("lost").
     """
 
     exchange: GroupExchange
     half: GroupHalf
-    work: Callable[[int, int], int]
+    facts: BatchFacts
     counts: dict[str, float]
     keeps_kv: bool
     scheme: ExchangeScheme = ExchangeScheme.SHUFFLED
-    first_order: Callable[[Sequence[int]], Ints] | None = None
 
 
 class _Following(NamedTuple):
@@ -114,9 +123,9 @@ class ShuffledBackend(StoredBackend):
             return None
         numbered, blocks = numbered_slices(slices)
         group, first_order = self._group, b""
-        if group.first_order is not None:
+        if group.facts.first_order is not None:
             ids = [token_id for each in numbered for token_id in each.token_ids]
-            first_order = group.first_order(ids).astype(np.int32).tobytes()
+            first_order = group.facts.first_order(ids).astype(np.int32).tobytes()
         call = GroupCall(
             slices=numbered,
             counts=counts,
@@ -283,7 +292,7 @@ class BatchChoice:
 
     def __init__(self, half: AttentionHalf, group: GroupParts) -> None:
         spec = half.spec
-        self._work, self._workers = group.work, group.exchange.workers
+        self._work, self._workers = group.facts.work, group.exchange.workers
         self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
         self._flops_per_s = 0.0
         self._times = TaskTimes()
