@@ -25,6 +25,7 @@ CASES = {
     "stored_experts": "stored_experts",
     "offloaded_decode": "offloaded_decode",
     "placement": "placement",
+    "shared_batches": "shared_batches",
     "batch_kills": "batch_kills",
     "bulk_kills": "bulk_kills",
     "lm_eval_check": "lm_eval_check",

@@ -47,6 +47,12 @@ class PacketKind(enum.IntEnum):
     ACQUIRE = 8  # attention rank: it needs the experts of this placement; payload: as PREPARED
     RELEASE = 9  # attention rank: it needs them no longer
     DRAINING = 10  # expert rank: it must stop; attention rank: it may stop
+    # Of batches that prefill workers compute together (actors/gather/shuffled.py). `batch` is the
+    # pass.
+    GROUP = 11  # payload: a message as msgpack
+    CONTEXT = 12  # the leader's cached entries
+    SCATTER = 13  # a worker's part of a sum; to the leader also new entries
+    GATHER = 14  # finished rows
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch, slice_of
 from actors.engine.micro_batch import BatchRun, MicroBatch, PassTimes, TaskSpans, cut_batch
-from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.backend import ExpertBackend, SharedLayers, TaskKey
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, PeerError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.device import work_times
@@ -197,6 +197,8 @@ class Executor:
                 micro_batch.steps.close()
             if micro_batch.pending is not None:
                 self._backend.drop(micro_batch.pending)
+            if micro_batch.shared_layers is not None:
+                micro_batch.shared_layers.close()
         return run.scheduled
 
     def fail_all(self) -> list[ScheduledBatch]:
@@ -281,6 +283,8 @@ class Executor:
             yield from self._add_experts(micro_batch)
         if micro_batch.stage is TaskStage.FINISH:
             yield from self._finish(micro_batch)
+        elif micro_batch.shared_layers is not None:
+            yield from self._share(micro_batch, micro_batch.shared_layers)
         elif self._decodes_at_once(micro_batch):
             yield from self._decode(micro_batch)
             if micro_batch.layer == self.layers and micro_batch.pending is None:
@@ -344,27 +348,48 @@ class Executor:
     def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
         """Build the inputs that all layers share."""
         micro_batch.doing = Stage.ATTENTION, 0
+        slices = list(map(slice_of, micro_batch.chunks))
         inputs = micro_batch.inputs = AttentionBatch.build(
-            list(map(slice_of, micro_batch.chunks)),
-            block_tokens=self._kv.block_tokens,
-            device=self._kv.device,
+            slices, block_tokens=self._kv.block_tokens, device=self._kv.device
         )
         self._backend.prepare(self._key(micro_batch, 0), inputs.token_ids_T)
         if self._sample is not None:
             self._sample.prepare(self._key(micro_batch, 0).owner, micro_batch.chunks)
         yield
         self._half.prepare(inputs)
+        counts = self._last_counts(micro_batch, inputs)
+        if counts is not None:
+            last = micro_batch.last = inputs.last(counts)
+            self._half.prepare(last.batch)  # now: between layers it would stall a GPU
+        if len(micro_batch.batch.micro_batches) == 1:
+            micro_batch.shared_layers = self._backend.share(slices, counts, inputs, self._kv)
+        yield
+
+    def _last_counts(self, micro_batch: MicroBatch, inputs: AttentionBatch) -> list[int] | None:
+        """Return the rows of each sequence that the last layer needs; None: all."""
         if not self._wanted_rows_only:
-            return
+            return None
         counts = [
             len(chunk.sequence.output_positions(chunk.start, chunk.stop))
             for chunk in micro_batch.chunks
         ]
-        if sum(counts) < inputs.num_tokens:
-            counts[-1] = max(1, counts[-1])
-            last = micro_batch.last = inputs.last(counts)
-            self._half.prepare(last.batch)  # now: between layers it would stall a GPU
-        yield
+        if sum(counts) == inputs.num_tokens:
+            return None
+        counts[-1] = max(1, counts[-1])
+        return counts
+
+    def _share(self, micro_batch: MicroBatch, shared: SharedLayers) -> Steps[None]:
+        """Run a layer with other workers; if one is lost, all layers again without them."""
+        micro_batch.doing = Stage.ATTENTION, micro_batch.layer
+        try:
+            micro_batch.hidden_TD = yield from shared.steps(micro_batch.layer)
+        except PeerError:
+            micro_batch.shared_layers = micro_batch.hidden_TD = None
+            micro_batch.layer, micro_batch.attended = 0, -1
+            return
+        micro_batch.attended = micro_batch.layer
+        self._advance(micro_batch)
+        self._spans.note(micro_batch)
 
     def _add_experts(self, micro_batch: MicroBatch) -> Steps[None]:
         """Add the experts' output of the previous layer."""

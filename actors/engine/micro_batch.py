@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch
-from actors.moe.backend import PendingExperts
+from actors.moe.backend import PendingExperts, SharedLayers
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
@@ -101,6 +101,7 @@ class MicroBatch:
         "ran_s",
         "sent_s",
         "shared_TD",
+        "shared_layers",
         "stage",
         "steps",
         "tokens",
@@ -127,6 +128,7 @@ class MicroBatch:
         self.x_TD: torch.Tensor | None = None
         self.shared_TD: torch.Tensor | None = None
         self.pending: PendingExperts | None = None  # experts of the last layer
+        self.shared_layers: SharedLayers | None = None  # if other workers compute it too
 
     @property
     def is_ready(self) -> bool:

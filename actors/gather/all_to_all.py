@@ -43,7 +43,7 @@ from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
-from planner.placement.slots import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, LayerSlots
 
 PEER_TIMEOUT_S = 60.0  # for a live peer, which may attend to a long batch
 _POLL_S = 0.2
@@ -74,6 +74,15 @@ class AllToAll:
         self._arrived: dict[tuple[PacketKind, int, int, str], Packet] = {}
         self._lost: PeerError | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the workers by rank."""
+        return self._workers
+
+    def placed(self, layer: int) -> LayerSlots:
+        """Return the slots of a layer's experts."""
+        return self._placement.layer(layer)
+
     def connect(self, addresses: dict[str, str]) -> None:
         """Join the workers of lower rank; those of higher rank join us. Raises ChannelError."""
         local = self._workers.index(self._endpoint.name)
@@ -84,7 +93,7 @@ class AllToAll:
     def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
         """Return each token's weighted sum over its experts, [T, D] float32. Raises PeerError."""
         self._wait_for_links()
-        tokens, placed = routed.x_TD.shape[0], self._placement.layer(layer)
+        tokens, placed = routed.x_TD.shape[0], self.placed(layer)
         slices = plan_dispatch(
             routed.topk_ids_TK.cpu().numpy(),
             routed.topk_weights_TK.cpu().numpy(),
@@ -175,9 +184,12 @@ class AllToAll:
                 )
             self._poll(_POLL_S)
 
-    def _receive(self, kind: PacketKind, layer: int) -> dict[str, Packet]:
-        """Return the packet of every peer."""
-        keys = {peer: (kind, self._pass, layer, peer) for peer in self._peers}
+    def _receive(
+        self, kind: PacketKind, layer: int, peers: Sequence[str] | None = None
+    ) -> dict[str, Packet]:
+        """Return the packet of every peer, or of some."""
+        senders = self._peers if peers is None else peers
+        keys = {peer: (kind, self._pass, layer, peer) for peer in senders}
         end_s = self._clock() + PEER_TIMEOUT_S
         while missing := [peer for peer, key in keys.items() if key not in self._arrived]:
             if self._clock() > end_s:
@@ -197,9 +209,12 @@ class AllToAll:
             if isinstance(channel_event, Packet):
                 self._take(channel_event)
             elif isinstance(channel_event, PeerLost):
-                self._lost = self._lost or channel_event.error
+                self._note_loss(channel_event.error)
         if self._lost is not None:
             raise type(self._lost)(self._lost.message, self._lost.peer)
+
+    def _note_loss(self, error: PeerError) -> None:
+        self._lost = self._lost or error
 
     def _take(self, packet: Packet) -> None:
         header = packet.header

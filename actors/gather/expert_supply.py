@@ -1,164 +1,38 @@
-"""Expert backends of a prefill worker, selected by `prefill.experts`.
-
-With a store (`StoredBackend`), where copying a layer is slower than computing it, the micro-batches
-that reached it wait for one copy while others attend. On a GPU a layer is only queued: the host is
-one layer ahead, and spans are the host's.
-"""
+"""Expert backends of a prefill worker, selected by `prefill.experts`."""
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from actors.channels.factory import rank_endpoint
 from actors.gather.all_to_all import AllToAll, LockstepBackend
+from actors.gather.group_exchange import GroupExchange
 from actors.gather.peer_source import PeerSource, own_part
+from actors.gather.shared_pass import GroupHalf
+from actors.gather.shuffled import BatchFacts, GroupParts, ShuffledBackend
+from actors.gather.stored_backend import StoredBackend
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
-from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.backend import ExpertBackend
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
 from actors.offload.device_backend import CachedBackend, DeviceBackend
 from actors.telemetry.telemetry import Telemetry, Timeline
-from contracts.clock import Clock, monotonic_s
-from contracts.plan import Plan
+from contracts.clock import monotonic_s
 from contracts.ranks import Group, RankSpec, rank_name
 from contracts.traces import Stage, TaskSpan
-from kernels.device import LaunchLimiter
-from kernels.routing import local_index
-from kernels.steps import Steps, add_tiled
-from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
-from models.decoder.layer_decoder import LayerDecoder, ResidentLayerDecoder
+from models.decoder.divided_heads import check_divisible, divided_half, head_share
 from models.experts.copying_store import CopyingStore, split_layers
-from models.experts.expert_half import ExpertHalf, add_expert_sums
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
-from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
 from planner.placement.slots import check_fits
-
-_LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken
-
-
-class StoredPending:
-    """Rows whose experts are computed once the store has their layer."""
-
-    __slots__ = ("_store", "key", "routed")
-
-    def __init__(self, key: TaskKey, routed: RoutedTokens, store: ExpertStore) -> None:
-        self.key = key
-        self.routed = routed
-        self._store = store
-
-    @property
-    def is_complete(self) -> bool:
-        return self._store.is_ready(self.key.layer)
-
-
-class StoredBackend(ExpertBackend[StoredPending]):
-    """Expert backend over a store. A failing store ends the worker. name: for spans."""
-
-    def __init__(
-        self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
-    ) -> None:
-        self._name = name
-        self._half = half
-        self._store = store
-        self._timeline = timeline
-        self._clock = clock
-        experts = half.spec.num_experts
-        self._local_of_E = local_index(list(range(experts)), experts).to(half.device)
-        self._pending: list[StoredPending] = []
-        self._waited_s = 0.0  # the store's waiting time recorded so far
-        self._pace = LaunchLimiter(half.device, _LAYERS_AHEAD)
-        self._woken = threading.Event()
-
-    def wake(self) -> None:
-        self._woken.set()
-        self._store.wake()
-
-    def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
-        half = self._half
-        if self._store.is_streamed:
-            return None
-        experts = {layer: self._store.fetch(layer) for layer in half.spec.moe_layers}
-        if not ResidentLayerDecoder.supports(half, experts):
-            return None
-        return ResidentLayerDecoder(half, experts, self._local_of_E, kv)
-
-    def dispatch(
-        self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
-    ) -> StoredPending:
-        pending = StoredPending(key, routed, self._store)
-        self._pending.append(pending)
-        return pending
-
-    def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        if timeout_s <= 0.0:
-            return False  # `is_complete` reports finished copies
-        if not self._pending:
-            self._woken.wait(timeout_s)
-            self._woken.clear()
-            return False
-        first = min(self._pending, key=lambda pending: (pending.key.priority, pending.key.layer))
-        start_s = self._clock()
-        arrived = self._store.wait_ready(first.key.layer, timeout_s)
-        self._note_exposed(first, start_s)
-        return arrived
-
-    @property
-    def yields(self) -> bool:
-        """True if the layers stay resident, so that others may run between steps."""
-        return not self._store.is_streamed
-
-    @property
-    def copy_s(self) -> float:
-        return self._store.copy_s
-
-    def combine(
-        self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None
-    ) -> Steps[None]:
-        start_s, layer = self._clock(), pending.key.layer
-        held = self._store.fetch(layer)
-        self._note_exposed(pending, start_s)
-        yield from add_expert_sums(hidden_TD, pending.routed, held, self._local_of_E)
-        if shared_TD is not None:
-            yield from add_tiled(hidden_TD, shared_TD)
-        self._pending.remove(pending)
-        if not any(other.key.layer == layer for other in self._pending):
-            self._store.release()
-        self._pace.step()
-
-    def drop(self, pending: StoredPending) -> None:
-        self._pending.remove(pending)
-
-    def _note_exposed(self, pending: StoredPending, start_s: float) -> None:
-        """Record the time spent waiting for copies since the last call; a GPU reports it later."""
-        waited_s = self._store.waited_s
-        if waited_s <= self._waited_s:
-            return
-        self._timeline.exposed_s += waited_s - self._waited_s
-        self._waited_s = waited_s
-        key, tokens = pending.key, pending.routed.x_TD.shape[0]
-        end_s = self._clock()
-        self._timeline.add(
-            TaskSpan(
-                self._name,
-                Stage.WAIT,
-                start_s,
-                end_s,
-                key.batch,
-                key.layer,
-                key.micro_batch,
-                tokens=tokens,
-            )
-        )
 
 
 def _no_bytes() -> tuple[int, int]:
@@ -172,7 +46,7 @@ class ExpertSupply(NamedTuple):
     and not filled yet. degraded: why experts do not come from their usual place, "" if they do.
     bytes_moved: sent to and received from other workers so far. connect: joins other workers (name
     -> address), called again with all of them after a replacement; raises ChannelError. close: may
-    be called twice.
+    be called twice. shared_batches: that this worker led to their end, or that lost a worker.
     """
 
     backend: Callable[[AttentionHalf], ExpertBackend[Any]]
@@ -182,10 +56,16 @@ class ExpertSupply(NamedTuple):
     degraded: Callable[[], str] = str
     bytes_moved: Callable[[], tuple[int, int]] = _no_bytes
     connect: Callable[[dict[str, str]], None] = lambda addresses: None
+    shared_batches: dict[str, float] | None = None
 
 
 def expert_supply(
-    spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
+    spec: RankSpec,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    timeline: Timeline,
+    telemetry: Telemetry,
+    facts: BatchFacts,
 ) -> ExpertSupply:
     """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError."""
     kind = spec.config.prefill.experts
@@ -202,8 +82,11 @@ def expert_supply(
     if kind == "streamed":
         store = copying_store(spec, layout, host_source(spec, layout), Stage.HOST_COPY, timeline)
         return _stored(spec, store, timeline)
+    if kind == "shuffled":
+        return _shuffled(spec, layout, timeline, facts)
     host = host_source(spec, layout) if kind == "hybrid" else None
-    return _gathered(spec, layout, timeline, host)
+    store, supply = _gathered(spec, layout, timeline, host)
+    return supply._replace(backend=_stored(spec, store, timeline).backend)
 
 
 def cached_supply(
@@ -249,7 +132,7 @@ def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSup
 
 def _gathered(
     spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: PartSource | None
-) -> ExpertSupply:
+) -> tuple[ExpertStore, ExpertSupply]:
     """Gathered and hybrid mode.
 
     host: fills a window of the shard, and replaces lost peers. None: the whole shard is read now,
@@ -268,11 +151,64 @@ def _gathered(
     source = PeerSource(spec, part, shard, host)
     address = source.listen(spec.host)
     store = copying_store(spec, layout, source, Stage.GATHER, timeline)
-    return _stored(spec, store, timeline)._replace(
+    return store, _stored(spec, store, timeline)._replace(
         address=address,
         degraded=lambda: "; ".join(source.lost.values()),
         bytes_moved=source.bytes_moved,
         connect=source.connect,
+    )
+
+
+def _shuffled(
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, facts: BatchFacts
+) -> ExpertSupply:
+    """Shuffled mode: as gathered, with a second copy of this worker's experts to compute with.
+
+    An address has that of the weights and that of the channel.
+    """
+    model, config = layout.spec, spec.config
+    workers = spec.prefill_ranks
+    check_divisible(model, workers)
+    store, gathered = _gathered(spec, layout, timeline, None)
+    endpoint = rank_endpoint(spec, layout.device, monotonic_s)
+    checkpoint = Checkpoint(Path(spec.model_folder))
+    own = ExpertHalf.load(
+        checkpoint, model, spec.own_experts, dtype=layout.dtype, device=layout.device
+    )
+    names = [rank_name(Group.PREFILL, rank) for rank in range(workers)]
+    exchange = GroupExchange(endpoint, names, own, spec.placement, timeline, monotonic_s)
+    shares = tuple(head_share(model, rank, workers) for rank in range(workers))
+
+    shared_batches = {"led": 0.0, "lost": 0.0}
+
+    def backend(half: AttentionHalf) -> ShuffledBackend:
+        divided = divided_half(half, checkpoint, shares[spec.rank])
+        group = GroupHalf(divided, shares, config.kv.block_tokens)
+        keeps_kv = not config.prefill.disable_kv_cache
+        parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
+        return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)
+
+    def connect(addresses: dict[str, str]) -> None:
+        split = {peer: address.split(" ") for peer, address in addresses.items()}
+        gathered.connect({peer: both[0] for peer, both in split.items()})
+        exchange.join({peer: both[-1] for peer, both in split.items()})
+
+    def close() -> None:
+        gathered.close()
+        endpoint.close()
+
+    def bytes_moved() -> tuple[int, int]:
+        (sent, received), (other, more) = gathered.bytes_moved(), endpoint.bytes_moved()
+        return sent + other, received + more
+
+    address = f"{gathered.address} {endpoint.listen(spec.host)}"
+    return gathered._replace(
+        backend=backend,
+        close=close,
+        address=address,
+        bytes_moved=bytes_moved,
+        connect=connect,
+        shared_batches=shared_batches,
     )
 
 

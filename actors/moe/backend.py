@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from contracts.requests import Priority
 from contracts.traces import Stage
 from kernels.steps import Steps
 from models.decoder.attention import KvPool
+from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.layer_decoder import LayerDecoder
 from models.experts.router import RoutedTokens
 from planner.placement.slots import ExpertPlacement
@@ -95,6 +96,16 @@ class PendingExperts(Protocol):
         """True if `combine` would not wait."""
 
 
+class SharedLayers(Protocol):
+    """A batch whose layers several workers compute together."""
+
+    def steps(self, layer: int) -> Steps[Tensor]:
+        """Compute a layer and return its residual. Raises PeerError if a worker is lost."""
+
+    def close(self) -> None:
+        """Release the other workers. May be called twice."""
+
+
 P = TypeVar("P", bound=PendingExperts)
 
 
@@ -136,6 +147,19 @@ class ExpertBackend(Generic[P]):
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         """Return what runs several layers of a decode batch at once; None: layers are tasks."""
+        return None
+
+    def share(
+        self,
+        slices: Sequence[SequenceSlice],
+        counts: list[int] | None,
+        batch: AttentionBatch,
+        kv: KvPool,
+    ) -> SharedLayers | None:
+        """Return a whole batch that other workers compute with this one; None: they do not.
+
+        counts: rows of each sequence that the last layer computes; None: all.
+        """
         return None
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:

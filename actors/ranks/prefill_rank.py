@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
@@ -21,9 +23,10 @@ from actors.batching.scheduler import Scheduler
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.expert_supply import ExpertSupply, expert_supply
+from actors.gather.shuffled import BatchFacts
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
-from actors.planning.planner_inputs import shape_of
+from actors.planning.planner_inputs import layer_routing, shape_of
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_loop import ServingParts
@@ -53,6 +56,12 @@ from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.checkpoint_files import ROUTING
+from models.spec.model import ModelSpec
+from planner.arrays import Ints
+from planner.placement.shuffling import share_tables, shuffled_order
+from planner.placement.slots import ExpertPlacement
 from planner.routing.open_requests import work_of
 from planner.scheduling.batching import (
     BatchingPolicy,
@@ -81,7 +90,9 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
     )
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
-    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
+    work = work_of(shape_of(half.spec, half.dtype))
+    facts = BatchFacts(work, _first_order(spec, half.spec))
+    supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry, facts)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
     # Without a KV cache states start and end with a batch, and so do shared blocks.
@@ -90,7 +101,6 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     blocks = block_manager(
         kv, config.kv, prefix_cache=shares, keeps=not disable_kv_cache, journal=True
     )
-    work = work_of(shape_of(half.spec, half.dtype))
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
     scheduler = Scheduler(
         schedule, blocks, whole_prompts=disable_kv_cache, on_end=prefill_log.ended
@@ -124,6 +134,22 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     return serving_rank(
         spec, served, serving, recorded, hooks, channel_address=supply.address, started_s=started_s
     )
+
+
+def _first_order(spec: RankSpec, model: ModelSpec) -> Callable[[Sequence[int]], Ints] | None:
+    """Return the order of a shared batch's tokens in the first layer with experts, from a profile.
+
+    Raises CheckpointError for a profile of another model or tokenizer.
+    """
+    folder, given = Path(spec.model_folder), spec.config.experts.profile
+    path = Path(given) if given else folder / ROUTING
+    if spec.config.prefill.experts != "shuffled" or not path.is_file():
+        return None
+    first, counts = model.moe_layers[0], RoutingCounts.read(path, folder, model)
+    routing = layer_routing(counts, first)
+    holds_EW = ExpertPlacement(spec.placement).layer(first).held(model.num_experts)
+    tables = share_tables(routing.counts, [(routing.sets_PK, holds_EW)])
+    return lambda ids: shuffled_order(tables.predict(np.array(ids), None))
 
 
 def _load_engine(path: str) -> Callable[[RankSpec], Rank]:
@@ -216,7 +242,9 @@ class ReferencePass(Observer):
 
     def sections(self) -> dict[str, dict[str, float]]:
         """peak_flops_per_s: of a large matrix product; 0 if FLOPs are not counted."""
-        return {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
+        found = {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
+        shared = self._supply.shared_batches
+        return found if shared is None else {**found, "shared_batches": dict(shared)}
 
     def notes(self) -> dict[str, str]:
         """degraded: peers whose experts are read elsewhere, and why."""

@@ -22,7 +22,7 @@ from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.sequence import Sequence
 from actors.engine.executor import Executor, ExecutorParts
-from actors.gather.expert_supply import StoredBackend
+from actors.gather.stored_backend import StoredBackend
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.prefill_rank import time_layers

@@ -68,6 +68,7 @@ MODES = (
     _prefill("gathered"),
     _prefill("hybrid"),
     _prefill("all_to_all", cpu="tests/oracle/test_placements.py"),
+    _prefill("shuffled", cpu="tests/oracle/test_shared_batches.py"),
     _channel("shm", _HOST, ""),
     _channel("tcp", _HOST, ""),
     _channel("nccl", "", _CUDA),

@@ -12,15 +12,16 @@ SCALABLE = ("resident", "streamed", "cached")  # modes in which a worker needs n
 class PrefillConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of the prefill pipeline (groups.prefill_ranks)."""
 
-    experts: Literal["resident", "gathered", "streamed", "hybrid", "all_to_all", "cached"] = (
-        "resident"
-    )
+    experts: Literal[
+        "resident", "gathered", "streamed", "hybrid", "all_to_all", "shuffled", "cached"
+    ] = "resident"
     """Storage of expert weights. "resident": all in the worker's memory. "gathered": 1/N of each
     layer in memory, the rest fetched from other workers during compute. "streamed": read from a
     host store during compute. "hybrid": 1/N from the host store, the rest gathered. "all_to_all":
-    1/N in memory, activations are exchanged instead of weights (the DP+EP baseline). "cached": as
-    many as section `experts` allows, the others read on demand from a file in host_store, or from
-    pinned host memory on a GPU."""
+    1/N in memory, activations are exchanged instead of weights (the DP+EP baseline). "shuffled": as
+    "gathered", but idle workers compute a long prompt together. "cached": as many as section
+    `experts` allows, the others read on demand from a file in host_store, or from pinned host
+    memory on a GPU."""
     resident_layers: Count = 1
     """Layers whose experts stay in memory in every mode, starting with the first."""
     shard_prefetch_layers: Count = 2

@@ -174,6 +174,7 @@ class CompiledDecode(abc.ABC):
     _layer: int
     _window: int | None
     _has_rope = True
+    norms_output = True  # False: the output is summed with that of other heads before the norm
     _decode_layer: NDArray[np.int64] | None = None
 
     def decode(
@@ -272,7 +273,7 @@ class GroupedQueryAttention(CompiledDecode):
         self._o = loader.linear(weight_specs["o"], bias=biases)
         self._gate = loader.linear(weight_specs["gate"]) if "gate" in weight_specs else None
         norm = weight_specs.get("out_norm")
-        self._out_norm = None if norm is None else loader.load(norm)
+        self.out_norm = None if norm is None else loader.load(norm)
         self._norm_rounds_once = spec.family.norm_rounds_once
         self._is_tuned = spec.query_tuning is not None and not self._has_rope
         if gates:
@@ -329,9 +330,9 @@ class GroupedQueryAttention(CompiledDecode):
             if self._gate is not None:
                 attended_TD[tile].mul_(sigmoid(self._gate(x_TD[tile])))
             y_TD = self._o(attended_TD[tile])
-            if self._out_norm is not None:
+            if self.out_norm is not None and self.norms_output:
                 once = self._norm_rounds_once
-                y_TD = fused_ops.rms_norm(y_TD, self._out_norm, self._eps, round_once=once)
+                y_TD = fused_ops.rms_norm(y_TD, self.out_norm, self._eps, round_once=once)
             hidden_TD[tile].add_(y_TD)
 
     @property

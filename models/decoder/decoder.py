@@ -5,6 +5,7 @@ Shapes: T tokens, D model dim, K top-k, R chosen rows, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -78,11 +79,7 @@ class _Layer:
         weight_specs = layout.norm_tensors(spec, layer)
         self.attention_norm = _load_norm(weight_specs, "attention_norm", loader)
         self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
-        kind = GroupedQueryAttention if spec.latent is None else LatentAttention
-        if spec.indexer is not None:
-            kind = SparseLatentAttention
-        mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
-        self.attention = mixer(spec, layer, loader)
+        self.attention = _mixer(spec, layer, loader)
         self.mlp_out_norm: Tensor | None = None
         if "mlp_out_norm" in weight_specs:
             self.mlp_out_norm = loader.load(weight_specs["mlp_out_norm"])
@@ -115,6 +112,16 @@ class _Layer:
         return attention.decode_fields(self.neighbors) if self._has_fields else None
 
 
+def _mixer(
+    spec: ModelSpec, layer: int, loader: Loader
+) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
+    kind = GroupedQueryAttention if spec.latent is None else LatentAttention
+    if spec.indexer is not None:
+        kind = SparseLatentAttention
+    mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
+    return mixer(spec, layer, loader)
+
+
 def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
     """Return the weight of a norm [D], or weight and bias [2D] of a LayerNorm."""
     roles = [role, f"{role}_bias"] if f"{role}_bias" in weight_specs else [role]
@@ -140,7 +147,6 @@ class AttentionHalf:
             self._layers.append(_Layer(spec, layer, loader))
             loader.finish_layer()
         self._inv_freq, self._rope_factor = _angles(spec, device)
-        self._group = 0 if spec.latent else spec.num_heads // spec.num_kv_heads
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
     @staticmethod
@@ -164,6 +170,19 @@ class AttentionHalf:
         loader = Loader(checkpoint, dtype, device, progress, whole)
         return AttentionHalf(spec, loader, dtype, device)
 
+    def with_heads(self, spec: ModelSpec, loader: Loader) -> AttentionHalf:
+        """Return a half with other attention, of the heads of `spec`, for `partial_steps`."""
+        half, layers = copy.copy(self), list[_Layer]()
+        for number, layer in enumerate(self._layers):
+            attention = _mixer(spec, number, loader)
+            assert isinstance(attention, CompiledDecode)
+            attention.norms_output = False
+            layers.append(copy.copy(layer))
+            layers[-1].attention = attention
+            loader.finish_layer()
+        half.spec, half._layers = spec, layers
+        return half
+
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
         if batch.metadata is None:
@@ -180,7 +199,7 @@ class AttentionHalf:
                     window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
-                    group=self._group,
+                    group=0 if self.spec.latent else self.spec.num_heads // self.spec.num_kv_heads,
                     short_together=plain,
                     packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
                 )
@@ -267,10 +286,43 @@ class AttentionHalf:
         yield
         yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
         yield
+        return (yield from self.mlp_steps(layer, hidden_TD, batch if last is None else last.batch))
+
+    def partial_steps(
+        self,
+        layer: int,
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        kv: KvPool,
+        last: LastRows | None = None,
+    ) -> Steps[Tensor]:
+        """Return the output of this half's heads for all rows, or the last ones, a new tensor."""
+        weights, metadata, last_metadata = self._layers[layer], self.prepare(batch), None
+        x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
+        rows = len(hidden_TD)
+        if last is not None:
+            last_metadata = LastRowsMetadata(last.rows_R, self.prepare(last.batch))
+            rows = len(last.rows_R)
+        out_TD = hidden_TD.new_zeros((rows, hidden_TD.shape[1]))
+        yield from weights.attention.steps(out_TD, x_TD, batch, metadata, kv, last_metadata)
+        return out_TD
+
+    def add_attention(self, layer: int, hidden_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """Return hidden + y in a new tensor. y_TD: the sum of `partial_steps` over all heads."""
+        norm = getattr(self._layers[layer].attention, "out_norm", None)
+        if norm is not None:
+            once = self.spec.family.norm_rounds_once
+            y_TD = rms_norm(y_TD, norm, self.spec.rms_norm_eps, round_once=once)
+        return hidden_TD + y_TD
+
+    def mlp_steps(
+        self, layer: int, hidden_TD: Tensor, batch: AttentionBatch
+    ) -> Steps[AttentionOutput]:
+        """Norm rows after attention, then route them or add the dense MLP."""
+        weights = self._layers[layer]
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
         if weights.mlp_out_norm is not None:
-            target = batch if last is None else last.batch
-            target.unjoined = hidden_TD, weights.mlp_out_norm
+            batch.unjoined = hidden_TD, weights.mlp_out_norm
             hidden_TD = torch.zeros_like(hidden_TD)
         return (yield from self._feed_forward(weights, hidden_TD, x_TD))
 

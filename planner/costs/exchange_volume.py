@@ -10,8 +10,7 @@
 Rows have the model's dimension and are counted over all workers together. D workers with equal
 shards of the tokens; u: other workers that a token is sent to, once each. Without deduplication u
 is K (1 - local activation rate), as the paper has it. u is at most D - 1, so data_parallel never
-moves more than shuffled. Speculative MoE, Section 3.2, reconstructed. No product module imports
-this yet: token shuffling (s-TS) will.
+moves more than shuffled. Speculative MoE, Section 3.2, reconstructed.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ class LayerExchange(NamedTuple):
     """A layer of one batch. slots: of experts on all workers.
 
     remote_copies, remote_pairs: tokens and (token, expert) pairs sent to other workers, in all.
+    predicted_tokens: whose predictions for the next layer are sent, a byte for each worker.
     """
 
     workers: int
@@ -50,6 +50,7 @@ class LayerExchange(NamedTuple):
     remote_copies: int
     remote_pairs: int
     slots: int
+    predicted_tokens: int = 0
 
 
 def moved_rows(scheme: ExchangeScheme, workers: int, remote_copies: float) -> float:
@@ -66,6 +67,45 @@ def moved_bytes(scheme: ExchangeScheme, layer: LayerExchange, row_bytes: int) ->
     rows = _COLLECTIVE_ROWS[scheme] * (layer.workers - 1) * layer.tokens
     if scheme is ExchangeScheme.TENSOR_PARALLEL:
         return rows * row_bytes
+    predicted = layer.predicted_tokens * (layer.workers - 1) * layer.workers
     pairs = layer.remote_pairs * (INDEX_BYTES + WEIGHT_BYTES)
     counts = (layer.workers - 1) * layer.slots * COUNT_BYTES
-    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts
+    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted
+
+
+COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
+
+
+class BatchWork(NamedTuple):
+    """A batch: its new tokens, the FLOPs and the number of layers. row_bytes: of a token."""
+
+    tokens: int
+    flops: int
+    layers: int
+    row_bytes: int
+
+
+class GroupRates(NamedTuple):
+    """Measured rates of a worker.
+
+    copy_s: of a layer's experts, 0 if they are resident. measured_s: of batches of this size on all
+    workers; 0: not yet.
+    """
+
+    flops_per_s: float
+    copy_s: float = 0.0
+    measured_s: float = 0.0
+
+
+def shared_gain_s(batch: BatchWork, rates: GroupRates, workers: int) -> float:
+    """Return the seconds that a batch takes less on all workers than on one; negative: more.
+
+    Alone, a layer takes no less than the copy of the next one's experts. Together, computing time
+    is divided and rows travel, at most those of tokens that all have experts elsewhere.
+    """
+    compute_s = batch.flops / rates.flops_per_s
+    alone_s = max(compute_s, compute_s / batch.layers + (batch.layers - 1) * rates.copy_s)
+    rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1) * batch.tokens * batch.layers
+    moved_s = rows * batch.row_bytes / workers / BYTES_PER_S
+    moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
+    return alone_s - (rates.measured_s or compute_s / workers + moved_s)

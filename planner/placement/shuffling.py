@@ -5,8 +5,7 @@
 A token's prediction is that of its id, or that of the workers with most of its experts in the two
 layers before, whichever is more confident. Shards are equal, as a reduce-scatter needs them: from
 the unshuffled order, the tokens of two workers at a time are divided anew by the difference of
-their shares, which is the optimum for two workers. So the sum of shares never falls. No product
-module imports this yet: token shuffling will.
+their shares, which is the optimum for two workers. So the sum of shares never falls.
 
 Shapes: T tokens, P sampled ones, K experts of each, E experts, V token ids, W workers.
 """

@@ -58,15 +58,16 @@ def budgets() -> list[Budget]:
     return [
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
         # tasks 2,400; bench 450; inputs 550), issue 31's operation (600; spans 250), issue 32's
-        # kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct calls
-        # 950, trials of split batches 80, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
-        # times 1,200, issue 34's families 700, states and sparse attention 1,100, issue 35's 400.
-        # Benchmarks: 12,350 without engines (OpenVINO 110) and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 77_870),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_300),
-        Budget("tests: lines", _lines(("tests",)), 52_960),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
-        Budget("docs and README: words", _words(), 44_590),
+        # kernels, threads, colocation 2,200, pinned ranks 105, weights as stored 670, whole passes
+        # 450, direct calls 950, trials of split batches 80, issue 33's dispatch, sums, sampling and
+        # modes of devices 900, channels and stage times 1,200, issue 34's families 700, states and
+        # sparse attention 1,100, issue 35's locality 400, shared batches 1,180.
+        # Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts and shared_batches 290
+        Budget("product: lines", _lines(PRODUCT), 79_420),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_100),
+        Budget("tests: lines", _lines(("tests",)), 53_450),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_950),
+        Budget("docs and README: words", _words(), 45_300),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),

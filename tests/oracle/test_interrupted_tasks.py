@@ -22,7 +22,7 @@ from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.observer import Observer
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.engine.executor import Executor, ExecutorParts
-from actors.gather.expert_supply import StoredBackend
+from actors.gather.stored_backend import StoredBackend
 from actors.ranks.rank import Rank
 from actors.telemetry.telemetry import Timeline
 from cluster.fleet.model_folder import resolve_model_folder

@@ -54,6 +54,7 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
         "streamed": resident + min(copied, 2),
         "hybrid": resident + min(copied, 2) + min(copied, prefill.shard_prefetch_layers) / workers,
         "all_to_all": _lockstep_share(config, spec),
+        "shuffled": resident + min(copied, 2) + (copied + layers) / workers,
         "cached": 0,
     }[prefill.experts]
     if prefill.experts == "cached":
@@ -115,7 +116,7 @@ def _prefill(config: TandemConfig, spec: ModelSpec) -> Result:
         return "ok", "no prefill workers: attention and expert ranks classify"
     each = prefill_weight_bytes(config, spec)
     found = f"{workers} worker(s), experts {kind}: {each / MIB:,.0f} MiB of weights each"
-    if workers == 1 and kind in ("gathered", "hybrid", "all_to_all"):
+    if workers == 1 and kind in ("gathered", "hybrid", "all_to_all", "shuffled"):
         advice = "one worker has no others to fetch from: prefill.experts=resident or streamed"
         return "warning", found, advice
     if _exceeds_memory(config, workers * each):

@@ -11,7 +11,7 @@ from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.sequence import Sequence
 from actors.engine.executor import Executor, ExecutorParts
-from actors.gather.expert_supply import StoredBackend
+from actors.gather.stored_backend import StoredBackend
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError

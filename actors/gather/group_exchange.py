@@ -1,0 +1,178 @@
+"""Messages and collectives of prefill workers that compute a batch together.
+
+    leader ── GroupCall ──> others      Accepted, or Declined if one is busy
+           ── Started ────> all accepted; then packets of layers, one per peer and collective
+           ── Aborted ────> a worker was lost, or not all accepted; any worker may send it
+
+Packets of other passes than the current one are released.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from actors.channels.base import Packet, PacketKind
+from actors.channels.endpoint import Endpoint, send_tensors
+from actors.gather.all_to_all import AllToAll
+from actors.telemetry.telemetry import Timeline
+from contracts.clock import Clock
+from contracts.errors import ChannelError, PeerDeadError, PeerError
+from contracts.logs import event
+from contracts.placement import Placement
+from models.decoder.batch import SequenceSlice
+from models.experts.expert_half import ExpertHalf
+from planner.costs.exchange_volume import ExchangeScheme
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A batch to compute together. Blocks are numbered from 0.
+
+    counts: last rows of each sequence that the last layer computes; None: all. first_order: of the
+    tokens in the first layer with experts, int32; empty: as they are. keeps_kv: the leader needs
+    the entries of all heads.
+    """
+
+    slices: list[SequenceSlice]
+    counts: list[int] | None
+    first_order: bytes
+    scheme: ExchangeScheme
+    keeps_kv: bool
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The worker waits for `Started`."""
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """The worker is busy, or not linked to all others."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """All workers have accepted."""
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+GroupMessage = GroupCall | Accepted | Declined | Started | Aborted
+_DECODER = msgspec.msgpack.Decoder(GroupMessage)
+
+
+class GroupExchange(AllToAll):
+    """Messages and collectives of one worker. Owned by one thread, except `join`."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[str],
+        half: ExpertHalf,
+        placement: Placement,
+        timeline: Timeline,
+        clock: Clock,
+    ) -> None:
+        super().__init__(endpoint, workers, half, placement, timeline, clock)
+        self._dialed: dict[str, str] = {}
+        self._messages: list[tuple[str, int, GroupMessage]] = []
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def workers(self) -> int:
+        return len(self._workers)
+
+    @property
+    def number(self) -> int:
+        """The current pass, 0 if there is none."""
+        return self._pass
+
+    @property
+    def is_linked(self) -> bool:
+        """True if every other worker is linked."""
+        return set(self._peers) <= set(self._endpoint.peers())
+
+    def join(self, addresses: Mapping[str, str]) -> None:
+        """Dial workers of lower rank at new addresses. Thread-safe; failures are logged."""
+        for peer in self._workers[: self._rank]:
+            address = addresses.get(peer)
+            if address is None or self._dialed.get(peer) == address:
+                continue
+            try:
+                self._endpoint.join(peer, address)
+                self._dialed[peer] = address
+            except ChannelError as error:
+                event(log, "join_failed", logging.WARNING, peer=peer, reason=error.message)
+
+    def begin(self, number: int) -> None:
+        self._pass, self._lost = number, None
+
+    def end(self) -> None:
+        """Forget the pass and what has arrived for it."""
+        self._pass, self._lost = 0, None
+        for packet in self._arrived.values():
+            packet.release()
+        self._arrived.clear()
+
+    def send(self, message: GroupMessage, number: int, peers: Iterable[str] | None = None) -> None:
+        """Send a message to peers (None: all). Peers that are lost are skipped."""
+        body = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
+        header = msgspec.structs.replace(self._header(PacketKind.GROUP, 0), batch=number)
+        for peer in self._peers if peers is None else peers:
+            try:
+                send_tensors(self._endpoint, peer, header, [body])
+            except ChannelError as error:
+                event(log, "group_send_failed", logging.WARNING, peer=peer, reason=error.message)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, int, GroupMessage]]:
+        """Return messages with their peers and passes. Raises PeerError if a pass lost a worker."""
+        if not self._messages:
+            self._poll(timeout_s)
+        received, self._messages = self._messages, []
+        return received
+
+    def collect(
+        self, kind: PacketKind, layer: int, parts: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, Packet]:
+        """Send parts to peers and return the packets of all peers, to release."""
+        for peer in self._peers:
+            send_tensors(self._endpoint, peer, self._header(kind, layer), parts[peer])
+        return self._receive(kind, layer)
+
+    def send_context(self, layer: int, peer: str, entries: Sequence[Tensor]) -> None:
+        send_tensors(self._endpoint, peer, self._header(PacketKind.CONTEXT, layer), entries)
+
+    def receive_context(self, layer: int, leader: str) -> Packet:
+        return self._receive(PacketKind.CONTEXT, layer, [leader])[leader]
+
+    def _poll(self, timeout_s: float) -> None:
+        super()._poll(timeout_s)
+        for peer, number, message in self._messages:
+            if isinstance(message, Aborted) and number == self._pass:
+                raise PeerDeadError(message.reason, peer)
+
+    def _note_loss(self, error: PeerError) -> None:
+        if self._pass:
+            super()._note_loss(error)
+
+    def _take(self, packet: Packet) -> None:
+        header = packet.header
+        if header.kind is PacketKind.GROUP:
+            body = packet.tensors[0].numpy().tobytes()
+            packet.release()
+            try:
+                self._messages.append((packet.peer, header.batch, _DECODER.decode(body)))
+            except msgspec.DecodeError as error:
+                self._endpoint.drop(packet.peer, f"{packet.peer} sent no group message: {error}")
+        elif header.batch == self._pass:
+            super()._take(packet)
+        else:
+            packet.release()

@@ -1,0 +1,331 @@
+"""Prefill workers that compute a batch together when the others are idle, and gather experts else.
+
+The worker that has the batch leads. It calls the others if it expects to gain time, waits for their
+answers for at most half of that, and computes alone if one declines. A pass that loses a worker is
+computed anew by its leader, alone; the others go on. A worker in a pass starts no batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from actors.gather.all_to_all import PEER_TIMEOUT_S
+from actors.gather.group_exchange import (
+    Aborted,
+    Accepted,
+    Declined,
+    GroupCall,
+    GroupExchange,
+    Started,
+)
+from actors.gather.shared_pass import GroupHalf, OuterPool, SharedPass, numbered_slices
+from actors.gather.stored_backend import StoredBackend, StoredPending
+from actors.moe.backend import SharedLayers
+from actors.telemetry.telemetry import Timeline
+from contracts.clock import Clock
+from contracts.errors import PeerError, PeerHungError
+from contracts.logs import event
+from kernels.steps import Steps, run_to_end
+from models.decoder.attention import KvPool
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_store import ExpertStore
+from planner.arrays import Ints
+from planner.costs.exchange_volume import BatchWork, ExchangeScheme, GroupRates, shared_gain_s
+from planner.routing.open_requests import RequestWork
+from planner.scheduling.measured_rates import TaskTimes
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+class BatchFacts(NamedTuple):
+    """Functions of batches that are known outside of the backend.
+
+    work: FLOPs of new tokens [start, stop). first_order: of a batch's tokens in the first layer
+    with experts, from their ids; None: as they are.
+    """
+
+    work: RequestWork
+    first_order: Callable[[Sequence[int]], Ints] | None = None
+
+
+class GroupParts(NamedTuple):
+    """Parts of a `ShuffledBackend`. keeps_kv: K and V are read by later batches.
+
+    counts: batches that this worker led to their end ("led"), and that lost a worker ("lost").
+    """
+
+    exchange: GroupExchange
+    half: GroupHalf
+    facts: BatchFacts
+    counts: dict[str, float]
+    keeps_kv: bool
+    scheme: ExchangeScheme = ExchangeScheme.SHUFFLED
+
+
+class _Following(NamedTuple):
+    """A call that was accepted. layer: the next one."""
+
+    leader: str
+    call: GroupCall
+    accepted_s: float
+    shared: SharedPass | None = None
+    layer: int = 0
+
+
+class ShuffledBackend(StoredBackend):
+    """Expert backend of shuffled mode."""
+
+    def __init__(
+        self,
+        name: str,
+        half: AttentionHalf,
+        store: ExpertStore,
+        timeline: Timeline,
+        clock: Clock,
+        group: GroupParts,
+    ) -> None:
+        super().__init__(name, half, store, timeline, clock)
+        self._group, self._exchange = group, group.exchange
+        self._following: _Following | None = None
+        self._leading: _LedPass | None = None
+        self._count = 0
+        self._choice = BatchChoice(half, group)
+        self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
+
+    @property
+    def is_engaged(self) -> bool:
+        return self._following is not None
+
+    def wake(self) -> None:
+        super().wake()
+        self._exchange.wake()
+
+    # --- leading
+
+    def share(
+        self,
+        slices: Sequence[SequenceSlice],
+        counts: list[int] | None,
+        batch: AttentionBatch,
+        kv: KvPool,
+    ) -> SharedLayers | None:
+        self._alone = None
+        work = self._choice.work_of(slices)
+        gain_s = self._choice.gain_s(work, self.copy_s)
+        if gain_s <= 0.0 or self._leading is not None or not self._exchange.is_linked:
+            self._alone = work, self._clock()
+            return None
+        numbered, blocks = numbered_slices(slices)
+        group, first_order = self._group, b""
+        if group.facts.first_order is not None:
+            ids = [token_id for each in numbered for token_id in each.token_ids]
+            first_order = group.facts.first_order(ids).astype(np.int32).tobytes()
+        call = GroupCall(
+            slices=numbered,
+            counts=counts,
+            first_order=first_order,
+            scheme=group.scheme,
+            keeps_kv=group.keeps_kv,
+        )
+        start_s = self._clock()
+        if not self._call(call, min(gain_s / 2, PEER_TIMEOUT_S)):
+            self._alone = work, self._clock()
+            return None
+        outer = OuterPool(kv, batch, blocks) if group.keeps_kv else None
+        shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
+        self._leading = _LedPass(self, shared, work, start_s)
+        return self._leading
+
+    def _call(self, call: GroupCall, timeout_s: float) -> bool:
+        """Call the others; return whether all have accepted, and start the pass."""
+        exchange, end_s = self._exchange, self._clock() + timeout_s
+        self._count += 1
+        number = self._count * exchange.workers + exchange.rank
+        exchange.begin(number)
+        missing = set(exchange.names) - {exchange.names[exchange.rank]}
+        try:
+            exchange.send(call, number)
+            while missing:
+                left_s = end_s - self._clock()
+                if left_s <= 0.0:
+                    break
+                for peer, about, message in exchange.receive(left_s):
+                    if isinstance(message, GroupCall):
+                        exchange.send(Declined(), about, [peer])
+                    elif about == number and isinstance(message, Accepted):
+                        missing.discard(peer)
+                    elif about == number and isinstance(message, Declined):
+                        end_s = 0.0
+        except PeerError as error:
+            self._end(Aborted(error.message))
+            return False
+        if missing:
+            self._end(Aborted("not all workers are idle"))
+            return False
+        exchange.send(Started(), number)
+        return True
+
+    def led(self, seconds: float, work: BatchWork) -> None:
+        """Note that a pass which this worker led has ended."""
+        self._group.counts["led"] += 1
+        self._choice.shared(work, seconds)
+        self._leading = None
+        self._exchange.end()
+
+    def abandon(self, reason: str) -> None:
+        """End the pass that this worker leads, before its end."""
+        self._group.counts["lost"] += 1
+        self._leading = None
+        self._end(Aborted(reason))
+
+    def _end(self, message: Aborted) -> None:
+        self._exchange.send(message, self._exchange.number)
+        self._exchange.end()
+
+    # --- following
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        if self._leading is not None:
+            return super().poll(timeout_s, idle=idle)
+        try:
+            if self._following is not None and self._following.shared is not None:
+                self._follow(self._following, self._following.shared)
+                return False
+            self._answer(timeout_s if idle else 0.0, idle=idle)
+        except Exception as error:  # noqa: BLE001 - ends the pass only
+            self._leave(error)
+        return False if idle else super().poll(timeout_s, idle=idle)
+
+    def _answer(self, timeout_s: float, *, idle: bool) -> None:
+        """Accept or decline calls, and start an accepted one."""
+        for peer, number, message in self._exchange.receive(timeout_s):
+            if isinstance(message, GroupCall):
+                if idle and self._following is None and self._exchange.is_linked:
+                    self._exchange.begin(number)
+                    self._following = _Following(peer, message, self._clock())
+                    self._exchange.send(Accepted(), number, [peer])
+                else:
+                    self._exchange.send(Declined(), number, [peer])
+            elif self._following is not None and number == self._exchange.number:
+                if isinstance(message, Aborted):
+                    self._following = None
+                    self._exchange.end()
+                elif isinstance(message, Started):
+                    self._following = self._begun(self._following)
+        waiting = self._following
+        if waiting is not None and waiting.shared is None:
+            waited_s = self._clock() - waiting.accepted_s
+            if waited_s > PEER_TIMEOUT_S:
+                raise PeerHungError(f"{waiting.leader} has not started its batch", waiting.leader)
+
+    def _begun(self, following: _Following) -> _Following:
+        leader = self._exchange.names.index(following.leader)
+        shared = SharedPass(self._exchange, self._group.half, following.call, leader)
+        return following._replace(shared=shared)
+
+    def _follow(self, following: _Following, shared: SharedPass) -> None:
+        """Compute a layer."""
+        run_to_end(shared.steps(following.layer))
+        self._following = following._replace(layer=following.layer + 1)
+        if self._following.layer == shared.layers:
+            self._following = None
+            self._exchange.end()
+
+    def _leave(self, error: Exception) -> None:
+        leader = "" if self._following is None else self._following.leader
+        event(
+            log, "shared_batch_left", logging.WARNING, rank=self._name, leader=leader, reason=error
+        )
+        if self._following is not None:
+            self._following = None
+            self._end(Aborted(f"{self._name}: {error}"))
+
+    # --- batches that run here
+
+    def combine(
+        self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None
+    ) -> Steps[None]:
+        yield from super().combine(hidden_TD, pending, shared_TD)
+        if self._alone is not None and pending.key.layer == self._half.spec.moe_layers[-1]:
+            (work, start_s), self._alone = self._alone, None
+            self._choice.alone(work, self._clock() - start_s)
+
+
+class _LedPass:
+    """A pass that this worker leads, for the executor."""
+
+    def __init__(
+        self, backend: ShuffledBackend, shared: SharedPass, work: BatchWork, start_s: float
+    ) -> None:
+        self._backend, self._shared, self._work, self._start_s = backend, shared, work, start_s
+        self._is_open = True
+
+    def steps(self, layer: int) -> Steps[Tensor]:
+        try:
+            hidden_TD = yield from self._shared.steps(layer)
+        except Exception as error:
+            event(log, "shared_batch_lost", logging.WARNING, layer=layer, reason=error)
+            self._close(str(error))
+            raise
+        if layer == self._shared.layers - 1:
+            self._is_open = False
+            self._backend.led(self._backend._clock() - self._start_s, self._work)
+        return hidden_TD
+
+    def close(self) -> None:
+        self._close("the batch was dropped")
+
+    def _close(self, reason: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._backend.abandon(reason)
+
+
+class BatchChoice:
+    """Measured rates, and what a batch is expected to gain if all workers compute it."""
+
+    def __init__(self, half: AttentionHalf, group: GroupParts) -> None:
+        spec = half.spec
+        self._work, self._workers = group.facts.work, group.exchange.workers
+        self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
+        self._flops_per_s = 0.0
+        self._times = TaskTimes()
+        self._is_warm = False
+
+    def work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
+        tokens = sum(len(each.token_ids) for each in slices)
+        flops = sum(self._work(each.start, each.start + len(each.token_ids)) for each in slices)
+        return BatchWork(tokens, flops, self._layers, self._row_bytes)
+
+    def gain_s(self, work: BatchWork, copy_s: float) -> float:
+        """Return the expected seconds; not positive before a batch was measured alone."""
+        if not self._flops_per_s:
+            return 0.0
+        measured_s = self._times.predict("shared", work.tokens)
+        rates = GroupRates(self._flops_per_s, copy_s, measured_s)
+        gain_s = shared_gain_s(work, rates, self._workers)
+        if gain_s <= 0.0 and measured_s:  # a measurement that is not repeated is forgotten
+            rates = rates._replace(measured_s=0.0)
+            modelled_s = measured_s + gain_s - shared_gain_s(work, rates, self._workers)
+            self._times.add("shared", work.tokens, modelled_s)
+        return gain_s
+
+    def alone(self, work: BatchWork, seconds: float) -> None:
+        if work.tokens >= _LEAST_TOKENS and seconds > 0.0:
+            rate = work.flops / seconds
+            known = self._flops_per_s or rate
+            self._flops_per_s = known + _NEWEST * (rate - known)
+
+    def shared(self, work: BatchWork, seconds: float) -> None:
+        if self._is_warm:  # the first pass allocates memory
+            self._times.add("shared", work.tokens, seconds)
+        self._is_warm = True
+
+
+_LEAST_TOKENS, _NEWEST = 64, 0.3

@@ -1,0 +1,195 @@
+"""Batches that prefill workers compute together: schemes, one long prompt, and predictions.
+
+    python -m benchmarks shared_batches --data DATA
+
+Bundled checkpoint in float32, test texts of its tasks, two workers with a computing thread each.
+Schemes: threads with a link of --mib MiB/s in each direction. Long prompt: processes.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from actors.channels.endpoint import Endpoint
+from actors.gather.group_exchange import GroupCall
+from actors.planning.planner_inputs import layer_routing
+from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.placement.traces import BUNDLED, rows_of
+from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedWorkers
+from contracts.placement import Placement
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.experts.expert_half import expert_sums
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.checkpoint_files import ROUTING
+from models.text.tokenizer import Tokenizer
+from planner.arrays import Ints
+from planner.costs.exchange_volume import ExchangeScheme
+from planner.placement.routing import LayerRouting
+from planner.placement.shuffling import main_workers, share_tables, shuffled_order
+from planner.placement.slots import contiguous_line, held
+from planner.placement.solve import solve_layer
+from tests.support.group_harness import RankConnection, prefill_config
+from tests.support.local_group import LocalGroup
+from tests.support.local_model import LocalModel
+
+SCHEMES = (ExchangeScheme.ALL_REDUCE, ExchangeScheme.REDUCE_SCATTER, ExchangeScheme.SHUFFLED)
+MODES = (("resident", 1), ("gathered", 2), ("all_to_all", 2), ("shuffled", 2))
+WORKERS = 2
+Texts = Sequence[Sequence[int]]
+
+
+def schemes(
+    model: LocalModel, routing: Sequence[LayerRouting], texts: Texts, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return rows, model dims and seconds of each scheme, with experts in order and grouped."""
+    found, E = dict[str, Any](), model.spec.num_experts
+    sizes = (E // WORKERS,) * WORKERS
+    plain = [contiguous_line(each.load(), sizes) for each in routing]
+    grouped = [solve_layer(each, sizes).expert_of_slot for each in routing]
+    slices, blocks = list[SequenceSlice](), 0
+    for ids in texts:
+        count = -(-len(ids) // BLOCK_TOKENS)
+        slices.append(SequenceSlice(list(ids), 0, list(range(blocks, blocks + count))))
+        blocks += count
+    ids_T = np.array([token for ids in texts for token in ids])
+    for name, lines in (("", plain), (", grouped", grouped)):
+        workers = SharedWorkers(
+            BUNDLED,
+            model,
+            Placement(num_experts=E, slots_per_rank=sizes, expert_of_slot=tuple(lines)),
+        )
+        first = routing[0].sets_PK, held(lines[0], sizes, E)
+        table = share_tables(routing[0].counts, [first])
+        order = shuffled_order(table.predict(ids_T, None)).astype(np.int32).tobytes()
+        for scheme in SCHEMES:
+            is_shuffled = scheme is ExchangeScheme.SHUFFLED
+            call = GroupCall(
+                slices=slices,
+                counts=None,
+                first_order=order if is_shuffled else b"",
+                scheme=scheme,
+                keeps_kv=False,
+            )
+            link, seconds = LimitedLink(options.mib * 2**20), list[float]()
+            with patch.object(Endpoint, "reserve", lambda *a, link=link: link.reserve(*a)):
+                for number in range(options.passes + 1):
+                    link.sent_bytes, before = 0, workers.copies
+                    seconds.append(workers.run(call, number + 1))
+            each = len(ids_T) * len(routing)
+            rows = 2 * (workers.copies - before) / each + (3 if scheme is SCHEMES[0] else 2)
+            dims = link.sent_bytes / each / (4 * model.spec.hidden_size)
+            found[f"{scheme}{name}"] = {"rows": rows, "dims": dims, "seconds": seconds[1:]}
+        workers.close()
+    return found
+
+
+def long_prompt(ids: list[int], mode: str, workers: int, passes: int) -> list[float]:
+    """Return the seconds of one prompt at a time, after the first ones."""
+    groups = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": workers}
+    config = prefill_config(
+        groups={**groups, "torch_threads": 1},
+        kv={"prefix_cache": False},
+        prefill={"experts": mode, "max_batch_tokens": 4096},
+    )
+    seconds = []
+    with LocalGroup(str(BUNDLED), config) as group:
+        address = group.client_addresses["prefill-0"]
+        with RankConnection("prefill-0", address, group.token) as client:
+            for _ in range(passes + 3):
+                start_s = time.monotonic()
+                client.scored(client.submit(ids, candidates=[5]))
+                seconds.append(time.monotonic() - start_s)
+    return seconds[3:]
+
+
+def predictions(model: LocalModel, routing: Sequence[LayerRouting], texts: Texts) -> dict[str, Any]:
+    """Return the fraction of tokens, by layer, whose predicted worker holds no fewer experts."""
+    E, half, hits = model.spec.num_experts, model.attention, dict[str, list[list[bool]]]()
+    sizes = (E // WORKERS,) * WORKERS
+    holds_EW = held(contiguous_line(routing[0].load(), sizes), sizes, E)
+    known = [(each.sets_PK, holds_EW) for each in routing]
+    for ids in texts:
+        batch = AttentionBatch.build([SequenceSlice(ids, 0, range(len(ids)))], block_tokens=16)
+        hidden_TD, kv, before = half.embed(batch), model.new_pool(len(ids)), list[Ints]()
+        for layer, each in enumerate(routing):
+            router = half.router(layer)
+            assert router is not None
+            ahead_TK = router(half.mlp_input(layer, hidden_TD)).topk_ids_TK.numpy()
+            routed = half.attend(layer, hidden_TD, batch, kv).routed
+            assert routed is not None
+            local = model._local_of_E[0][layer]
+            hidden_TD += expert_sums(routed, model.experts[0].layer_experts(layer), local)
+            actual_TK = routed.topk_ids_TK.numpy()
+            table = share_tables(each.counts, known[max(0, layer - 2) : layer + 1])
+            guesses = {
+                "token table": table.predict(np.array(ids), None).argmax(1),
+                "router before attention": main_workers(ahead_TK, holds_EW),
+            }
+            if table.of_two_AW is not None:
+                two_T2 = np.stack(before[-2:], 1)
+                guesses["two layers before"] = table.of_two_AW[two_T2 @ [WORKERS, 1]].argmax(1)
+                guesses["the surer of both"] = table.predict(np.array(ids), two_T2).argmax(1)
+            held_TW = holds_EW[actual_TK].sum(1)
+            for name, guess_T in guesses.items():
+                right_T = held_TW[np.arange(len(ids)), guess_T] == held_TW.max(1)
+                hits.setdefault(name, [[] for _ in routing])[layer] += right_T.tolist()
+            before.append(main_workers(actual_TK, holds_EW))
+    return {
+        f"hits | {name}": {f"layer {n}": float(np.mean(row)) for n, row in enumerate(rows) if row}
+        for name, rows in hits.items()
+    }
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    torch.set_num_threads(1)
+    model = LocalModel.load(BUNDLED, dtype="float32")
+    texts = rows_of(options.data, "test", Tokenizer.load(BUNDLED))[: options.texts]
+    counts = RoutingCounts.read(BUNDLED / ROUTING, BUNDLED, model.spec)
+    routing = [layer_routing(counts, layer) for layer in model.spec.moe_layers]
+    samples = schemes(model, routing, texts[: options.rows], options)
+    prompt = [token for text in texts for token in text][: options.tokens]
+    for mode, workers in MODES:
+        samples[mode] = {"seconds": long_prompt(prompt, mode, workers, options.passes)}
+    summary: dict[str, Any] = {
+        name: {**row, "seconds": statistics.median(row["seconds"])} for name, row in samples.items()
+    }
+    return Measured(samples, summary | predictions(model, routing, texts))
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    dims = {name: row for name, row in summary.items() if "dims" in row}
+    hits = {name[7:]: row for name, row in summary.items() if name.startswith("hits | ")}
+    layers = tuple(hits["token table"])
+    return [
+        table_of(dims, "Per token and layer, limited link", "scheme", ("rows", "dims", "seconds")),
+        table_of({m: summary[m] for m, _ in MODES}, "One long prompt", "experts", ("seconds",)),
+        table_of(hits, "Tokens whose worker was predicted", "prediction", layers),
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--texts", type=int, default=100, help="that predictions are judged on")
+    parser.add_argument("--rows", type=int, default=20, help="texts of a batch")
+    parser.add_argument("--tokens", type=int, default=1500, help="of the long prompt")
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--mib", type=float, default=8.0, help="MiB/s of the limited link")
+
+
+CASES = [
+    Case(
+        "shared_batches",
+        "Batches computed together",
+        "What do two prefill workers move and gain when they compute a batch together?",
+        measure,
+        tables,
+        add_options,
+    )
+]
