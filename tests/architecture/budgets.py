@@ -67,7 +67,7 @@ def budgets() -> list[Budget]:
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_100),
         Budget("tests: lines", _lines(("tests",)), 53_450),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_950),
-        Budget("docs and README: words", _words(), 45_300),
+        Budget("docs and README: words", _words(), 45_500),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
