@@ -110,7 +110,7 @@ class SharedPass:
         """Compute a layer and return the residual of all its rows. Raises PeerError."""
         half, exchange = self._half, self._exchange
         last = self._last if layer == self.layers - 1 else None
-        self._bring_context(layer)
+        self._load_context(layer)
         partial_RD = yield from half.partial_steps(
             layer, self.hidden_TD, self._batch, self._kv, last
         )
@@ -259,8 +259,8 @@ class SharedPass:
             whole.append(entry)
         outer.kv.write(layer, outer.batch, *whole)
 
-    def _bring_context(self, layer: int) -> None:
-        """Bring cached entries of this worker's heads from the leader's pool."""
+    def _load_context(self, layer: int) -> None:
+        """Copy cached entries of this worker's heads from the leader's pool."""
         slots_C, exchange = self._context, self._exchange
         if not len(slots_C):
             return

@@ -217,14 +217,14 @@ class ShuffledBackend(StoredBackend):
                     self._following = None
                     self._exchange.end()
                 elif isinstance(message, Started):
-                    self._following = self._begun(self._following)
+                    self._following = self._started(self._following)
         waiting = self._following
         if waiting is not None and waiting.shared is None:
             waited_s = self._clock() - waiting.accepted_s
             if waited_s > PEER_TIMEOUT_S:
                 raise PeerHungError(f"{waiting.leader} has not started its batch", waiting.leader)
 
-    def _begun(self, following: _Following) -> _Following:
+    def _started(self, following: _Following) -> _Following:
         leader = self._exchange.names.index(following.leader)
         shared = SharedPass(self._exchange, self._group.half, following.call, leader)
         return following._replace(shared=shared)
@@ -296,7 +296,7 @@ class BatchChoice:
         self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
         self._flops_per_s = 0.0
         self._times = TaskTimes()
-        self._is_warm = False
+        self._unmeasured = {"alone", "shared"}
 
     def work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
         tokens = sum(len(each.token_ids) for each in slices)
@@ -317,15 +317,20 @@ class BatchChoice:
         return gain_s
 
     def alone(self, work: BatchWork, seconds: float) -> None:
-        if work.tokens >= _LEAST_TOKENS and seconds > 0.0:
+        if work.tokens >= _LEAST_TOKENS and not self._is_first("alone"):
             rate = work.flops / seconds
             known = self._flops_per_s or rate
             self._flops_per_s = known + _NEWEST * (rate - known)
 
     def shared(self, work: BatchWork, seconds: float) -> None:
-        if self._is_warm:  # the first pass allocates memory
+        if not self._is_first("shared"):
             self._times.add("shared", work.tokens, seconds)
-        self._is_warm = True
+
+    def _is_first(self, kind: str) -> bool:
+        """Return True once for each kind: the first batch allocates memory and is not measured."""
+        is_first = kind in self._unmeasured
+        self._unmeasured.discard(kind)
+        return is_first
 
 
 _LEAST_TOKENS, _NEWEST = 64, 0.3

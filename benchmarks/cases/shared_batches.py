@@ -2,8 +2,9 @@
 
     python -m benchmarks shared_batches --data DATA
 
-Bundled checkpoint in float32, test texts of its tasks, two workers with a computing thread each.
-Schemes: threads with a link of --mib MiB/s in each direction. Long prompt: processes.
+Two workers with a computing thread each, float32. Schemes and predictions: bundled checkpoint, test
+texts of its tasks; threads, with a link of --mib MiB/s in each direction. Long prompt: a random
+checkpoint of 120 M parameters; processes over shared memory with a core each.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from actors.gather.group_exchange import GroupCall
 from actors.planning.planner_inputs import layer_routing
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.placement.traces import BUNDLED, rows_of
+from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedWorkers
 from contracts.placement import Placement
 from models.decoder.batch import AttentionBatch, SequenceSlice
@@ -36,7 +39,7 @@ from planner.placement.shuffling import main_workers, share_tables, shuffled_ord
 from planner.placement.slots import contiguous_line, held
 from planner.placement.solve import solve_layer
 from tests.support.group_harness import RankConnection, prefill_config
-from tests.support.local_group import LocalGroup
+from tests.support.local_group import LocalGroup, RankLocation
 from tests.support.local_model import LocalModel
 
 SCHEMES = (ExchangeScheme.ALL_REDUCE, ExchangeScheme.REDUCE_SCATTER, ExchangeScheme.SHUFFLED)
@@ -90,8 +93,11 @@ def schemes(
     return found
 
 
-def long_prompt(ids: list[int], mode: str, workers: int, passes: int) -> list[float]:
-    """Return the seconds of one prompt at a time, after the first ones."""
+def long_prompt(folder: Path, tokens: int, mode: str, workers: int, passes: int) -> list[float]:
+    """Return the seconds of one prompt at a time, after the first ones; a core for each worker."""
+    ids = torch.randint(3, 8000, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    names = [f"prefill-{rank}" for rank in range(workers)]
+    cores = [RankLocation(inside=("taskset", "-c", str(rank))) for rank in range(workers)]
     groups = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": workers}
     config = prefill_config(
         groups={**groups, "torch_threads": 1},
@@ -99,14 +105,14 @@ def long_prompt(ids: list[int], mode: str, workers: int, passes: int) -> list[fl
         prefill={"experts": mode, "max_batch_tokens": 4096},
     )
     seconds = []
-    with LocalGroup(str(BUNDLED), config) as group:
+    with LocalGroup(str(folder), config, locations=dict(zip(names, cores, strict=True))) as group:
         address = group.client_addresses["prefill-0"]
         with RankConnection("prefill-0", address, group.token) as client:
-            for _ in range(passes + 3):
+            for _ in range(passes + 4):
                 start_s = time.monotonic()
                 client.scored(client.submit(ids, candidates=[5]))
                 seconds.append(time.monotonic() - start_s)
-    return seconds[3:]
+    return seconds[4:]
 
 
 def predictions(model: LocalModel, routing: Sequence[LayerRouting], texts: Texts) -> dict[str, Any]:
@@ -154,9 +160,11 @@ def measure(options: argparse.Namespace) -> Measured:
     counts = RoutingCounts.read(BUNDLED / ROUTING, BUNDLED, model.spec)
     routing = [layer_routing(counts, layer) for layer in model.spec.moe_layers]
     samples = schemes(model, routing, texts[: options.rows], options)
-    prompt = [token for text in texts for token in text][: options.tokens]
-    for mode, workers in MODES:
-        samples[mode] = {"seconds": long_prompt(prompt, mode, workers, options.passes)}
+    with TemporaryDirectory() as scratch:
+        folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
+        for mode, workers in MODES:
+            seconds = long_prompt(folder, options.tokens, mode, workers, options.passes)
+            samples[f"prompt | {mode}"] = {"seconds": seconds}
     summary: dict[str, Any] = {
         name: {**row, "seconds": statistics.median(row["seconds"])} for name, row in samples.items()
     }
@@ -166,10 +174,11 @@ def measure(options: argparse.Namespace) -> Measured:
 def tables(summary: dict[str, Any]) -> list[Table]:
     dims = {name: row for name, row in summary.items() if "dims" in row}
     hits = {name[7:]: row for name, row in summary.items() if name.startswith("hits | ")}
+    prompt = {mode: summary[f"prompt | {mode}"] for mode, _ in MODES}
     layers = tuple(hits["token table"])
     return [
         table_of(dims, "Per token and layer, limited link", "scheme", ("rows", "dims", "seconds")),
-        table_of({m: summary[m] for m, _ in MODES}, "One long prompt", "experts", ("seconds",)),
+        table_of(prompt, "One long prompt", "experts", ("seconds",)),
         table_of(hits, "Tokens whose worker was predicted", "prediction", layers),
     ]
 
