@@ -23,21 +23,33 @@ from kernels.compiled import (
     float32_at,
     float_bits,
     float_of_bits,
+    from_bfloat16,
     int64_at,
     intrinsic,
     now_ns,
     pointer,
     read_numbers,
+    to_bfloat16,
     write_numbers,
 )
-from kernels.panels import add_weighted, multiply, multiply_block, multiply_heads, run_experts
+from kernels.panels import (
+    add_weighted,
+    multiply,
+    multiply_block,
+    multiply_heads,
+    reads_float32,
+    run_experts,
+    run_mlp,
+)
 from kernels.row_ops import (
+    choose_experts,
+    clip,
     dot,
     group_pairs,
     load_vector,
     norm_and_rope,
     rms_norm,
-    softmax_top_k,
+    scale_rows,
     write_rows,
 )
 from kernels.thread_pool import register_part, run_parts
@@ -249,35 +261,42 @@ def attend(
 
 # --- the attention half of a layer
 
-LAYER_FIELDS: Final = 23
+LAYER_FIELDS: Final = 26
+TOP_K_FIELD, MLP_FIELD = 20, 23
+PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
+MLP_FIELDS: Final = 5
 LATENT_EPS: Final = 1e-6  # of the norms of q and latent, fixed as in `transformers`
-BATCH_FIELDS: Final = 13
+BATCH_FIELDS: Final = 16
 
 
 @compiled
 def attend_layer(pool: int, layer: int, batch: int) -> None:
-    """Run attention of a decode batch, the next norm, and the router of a softmax family.
+    """Run attention of a decode batch, the next norm, and the router.
 
     hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
-    sinks, MLP norm; window; addresses of the router (0: none) and its bias, E, top_k, whether its
-    weights are normalized and rounded; address of the fields of `_attend_latents` (0: none), with
-    which d is a value's, and G, q/k/v and q/k norm are 0. batch: int64 T; addresses of hidden, cos,
-    sin, slots, entries (`attend`), K pool, V pool, and of the results: the second norm's output
-    [T, D], ids and weights [T, top_k]; whether numbers are float32; bits of scale.
+    sinks, MLP norm; window; arithmetic and addresses of the router and its bias, of its rule
+    (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
+    the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
+    are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
+    limit of q, k and v (0: none). batch: int64 T; addresses of hidden, cos, sin, slots, entries
+    (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and weights
+    [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's output [T, D], of
+    the experts' input [T, D], if it is weighed, and of float32 factors of queries [T] (0: none).
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
-        window, router, router_bias, E, top_k, normalize, rounds, latent,
+        window, router_kind, router, router_bias, rule, top_k, weighs, latent, _, norm_kind, limit,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
-        T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale,
+        T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale, _,
+        weighed, factors,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
     size = 4 if wide else 2
     x = np.empty(1 + T * max(D, H * d), np.float32)
-    fresh = np.empty(1 + T * max(D, E, all_heads * d), np.float32)
+    fresh = np.empty(1 + T * max(D, all_heads * d), np.float32)
     qk = np.empty(1 + T * (H + G) * d, np.float32)
     x_at, fresh_at, qk_at = address_of(x), address_of(fresh), address_of(qk)
     rms_norm(wide, hidden, D, norm, x_at, T, D, eps, once != 0)
@@ -285,10 +304,23 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
         _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
     else:
         multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
+        if norm_kind == PROJECTION_NORM:
+            for first, heads in ((0, H), (H, G)):
+                at, weight = fresh_at + first * d * size, qk_norm + first * d * size
+                rms_norm(wide, at, all_heads * d, weight, at, T, heads * d, eps, False)
+        if limit:
+            clip(wide, fresh_at, T * all_heads * d, float_of_bits(limit))
         norm_and_rope(
-            wide, fresh_at, all_heads * d, d, qk_norm, cos, sin, qk_at, (H + G) * d, d, T, H + G, d,
-            eps,
+            wide, fresh_at, all_heads * d, d, 0 if norm_kind else qk_norm, cos, sin, qk_at,
+            (H + G) * d, d, T, H + G, d, eps,
         )  # fmt: skip
+        if norm_kind == TURNED_NORM:
+            for t in range(T):
+                for first, heads in ((0, H), (H, G)):
+                    at = qk_at + (t * (H + G) + first) * d * size
+                    rms_norm(wide, at, d, qk_norm + first * d * size, at, heads, d, eps, False)
+        if factors:
+            scale_rows(wide, qk_at, (H + G) * d, factors, qk_at, (H + G) * d, T, H * d)
         keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
         write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
         write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
@@ -299,10 +331,45 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
     add_rows(wide, hidden, fresh_at, T, D)
     rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
-    if router:
-        multiply(pool, kind, out, router, router_bias, fresh_at, T, D, E)
-        softmax_top_k(wide, fresh_at, T, E, top_k, False, ids, weights, normalize != 0, rounds != 0)
+    if top_k:
+        _route(pool, router_kind, router, router_bias, rule, top_k, wide, out, T, D, ids, weights)
+    if weighs:
+        numbers = carray(float32_at(weights), (T * top_k,))
+        for t in range(T * top_k):
+            numbers[t] = numbers[t] if wide else from_bfloat16(to_bfloat16(numbers[t]))
+        scale_rows(wide, out, D, weights, weighed, D, T, D)
+        for t in range(T * top_k):
+            numbers[t] = _ONE
     x[0] = fresh[0] = qk[0] = _ZERO  # they live until here
+
+
+@compiled
+def _route(
+    pool: int, kind: int, router: int, bias: int, rule: int, top_k: int, wide: bool, x: int, T: int,
+    D: int, ids: int, weights: int,
+) -> None:  # fmt: skip
+    """Choose experts of rows x [T, D], for a router that may read float32 where x is bfloat16."""
+    E, is_widened = carray(int64_at(rule), (1,))[0], reads_float32(kind) and not wide
+    logits, rows = np.empty(1 + T * E, np.float32), np.empty(1 + T * D * is_widened, np.float32)
+    if is_widened:
+        read_numbers(False, x, T * D, rows)
+    rows_at, logits_at = address_of(rows) if is_widened else x, address_of(logits)
+    multiply(pool, kind, rows_at, router, bias, logits_at, T, D, E)
+    choose_experts(reads_float32(kind), rule, logits_at, T, top_k, False, ids, weights)
+    logits[0] = rows[0] = _ZERO  # they live until here
+
+
+@compiled
+def run_layer_mlp(pool: int, layer: int, batch: int) -> None:
+    """Run the shared experts or the dense MLP of a layer, if it has any (`attend_layer`).
+
+    Fields: int64 arithmetic; addresses of gate_up, down, and gate of the output (`run_mlp`); F.
+    """
+    fields = carray(int64_at(layer), (LAYER_FIELDS,))
+    if fields[MLP_FIELD]:
+        args = carray(int64_at(batch), (BATCH_FIELDS,))
+        kind, gate_up, down, gate, F = carray(int64_at(fields[MLP_FIELD]), (MLP_FIELDS,))
+        run_mlp(pool, kind, args[8], gate_up, down, gate, args[13], args[0], fields[1], F)
 
 
 @compiled
@@ -320,7 +387,7 @@ def _attend_latents(
         v_bytes,
     ) = carray(int64_at(latent), (LATENT_FIELDS,))  # fmt: skip
     (
-        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale,
+        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _, _, _,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, d, C = is_wide != 0, n + p, r + p
     size = 4 if wide else 2
@@ -457,23 +524,31 @@ def sum_experts(pool: int, args: int) -> bool:
     return True
 
 
-CLOCK_FIELDS: Final = 2  # ends of attention and experts
+CLOCK_FIELDS: Final = 3  # ends of attention, MLP, experts
 
 
 @compiled
 def decode_layers(
     pool: int, layers: int, batches: int, experts: int, clock: int, first: int, last: int
 ) -> None:
-    """Run `attend_layer` and `add_experts` for layers [first, last), of tables with a row for each.
+    """Run layers [first, last), of tables with a row for each.
 
-    clock: int64 [L, CLOCK_FIELDS] ns.
+    `attend_layer`, `run_layer_mlp`, `add_experts`. clock: int64 [L, CLOCK_FIELDS] ns.
     """
-    for layer in range(first, last):
-        ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
-        attend_layer(pool, layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8)
+    for number in range(first, last):
+        layer, batch = layers + number * LAYER_FIELDS * 8, batches + number * BATCH_FIELDS * 8
+        fields = carray(int64_at(layer), (LAYER_FIELDS,))
+        args = carray(int64_at(batch), (BATCH_FIELDS,))
+        ends = carray(int64_at(clock + number * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
+        attend_layer(pool, layer, batch)
         ends[0] = now_ns()
-        add_experts(pool, experts + layer * EXPERT_FIELDS * 8)
+        run_layer_mlp(pool, layer, batch)
         ends[1] = now_ns()
+        if fields[TOP_K_FIELD]:
+            add_experts(pool, experts + number * EXPERT_FIELDS * 8)
+        if fields[MLP_FIELD]:
+            add_rows(args[11] != 0, args[1], args[13], args[0], fields[1])
+        ends[2] = now_ns()
 
 
 @compiled

@@ -25,8 +25,11 @@ from kernels.attention_ops import (
     BATCH_FIELDS,
     EXPERT_FIELDS,
     LAYER_FIELDS,
+    MLP_FIELD,
+    TOP_K_FIELD,
     add_rows,
     attend_layer,
+    run_layer_mlp,
     sum_experts,
 )
 from kernels.compiled import (
@@ -51,7 +54,7 @@ _SENT: Final = _CALL + 8 * CALL_FIELDS
 PLACE_FIELDS: Final = 6  # area, addresses of x, rows, weights, counts, y
 PEER_FIELDS: Final = PLACE_FIELDS + 2  # caller: event, e. server: most rows, most pairs
 RECORD_FIELDS: Final = 9  # peer, batch, micro-batch, layer, U, N; when sent, started, complete
-CLOCK_FIELDS: Final = 3  # ends of attention, sending, waiting
+CLOCK_FIELDS: Final = 4  # ends of attention, sending, MLP, waiting
 SERVED_AT_ONCE_NS: Final = 5_000_000  # then the server's interpreter runs
 
 _EVENTS: Final = 8  # of a wait; which ones does not matter
@@ -152,14 +155,16 @@ def _send_rows(
 
 @compiled
 def _add_replies(
-    peers: int, R: int, wide: bool, T: int, D: int, hidden: int, sent: Any, sent_U: Any
-) -> None:
-    """Add the replies of all ranks to hidden, in the order of ranks.
+    peers: int, R: int, wide: bool, T: int, D: int, hidden: int, shared: int, sent: Any,
+    sent_U: Any,
+) -> None:  # fmt: skip
+    """Add the replies of all ranks to hidden, in the order of ranks, then shared experts' output.
 
-    One rank's are added as they are, those of several are summed in float32 and rounded once.
+    One rank's are added as they are, several parts are summed in float32 and rounded once. shared:
+    address of [T, D], or 0.
     """
     peer_R = carray(int64_at(peers), (R, PEER_FIELDS))
-    if R == 1:
+    if R == 1 and not shared:
         add_rows(wide, hidden, peer_R[0, 5], T, D)
         return
     size = 4 if wide else 2
@@ -171,6 +176,10 @@ def _add_replies(
             for i in range(D):
                 total[first + i] += row[i]
     for t in range(T):
+        if shared:
+            read_numbers(wide, shared + t * D * size, D, row)
+            for i in range(D):
+                total[t * D + i] += row[i]
         write_numbers(wide, address_of(row), D, total[t * D : t * D + D])
         add_rows(wide, hidden + t * D * size, address_of(row), 1, D)
     total[0] = row[0] = np.float32(0.0)  # they live until here
@@ -183,7 +192,7 @@ CALLER_FIELDS: Final = 10
 def decode_remote_layers(
     pool: int, tables: int, first: int, last: int, resumes: bool, wait_ns: int, spin_ns: int
 ) -> int:
-    """Run `attend_layer` and remote experts for layers [first, last); return the layer reached.
+    """Run layers [first, last) with remote experts; return the layer reached.
 
     tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; places
     [L, R], addresses of each expert's index on a rank (`group_pairs`); peers [R, PEER_FIELDS]; the
@@ -198,29 +207,31 @@ def decode_remote_layers(
     fields, peer_R = int64_at(call), carray(int64_at(peers), (R, PEER_FIELDS))
     fields[CALL_FIELDS] = DONE
     for layer in range(first, last):
-        batch = carray(int64_at(batches + layer * BATCH_FIELDS * 8), (BATCH_FIELDS,))
-        fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
-        T, hidden, x, ids, weights, wide = (
-            batch[0], batch[1], batch[8], batch[9], batch[10], batch[11] != 0,
+        layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
+        fixed = carray(int64_at(layer_at), (LAYER_FIELDS,))
+        batch = carray(int64_at(batch_at), (BATCH_FIELDS,))
+        T, hidden, ids, weights, wide, mlp_out = (
+            batch[0], batch[1], batch[9], batch[10], batch[11] != 0, batch[13],
         )  # fmt: skip
-        D, K, size = fixed[1], fixed[19], 4 if wide else 2
+        D, K, has_mlp, size = fixed[1], fixed[TOP_K_FIELD], fixed[MLP_FIELD] != 0, 4 if wide else 2
+        x = batch[14] if fixed[TOP_K_FIELD + 1] else batch[8]
         ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
         sent_U = carray(int64_at(sent + layer * R * 8), (R,))
         answered_R = carray(int64_at(answered + layer * R * 8), (R,))
         sent_RT = carray(int64_at(sent_rows), (R, T))
         if not resumes or layer > first:
-            attend_layer(
-                pool, layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
-            )
+            attend_layer(pool, layer_at, batch_at)
             ends[0] = now_ns()
             fields[1] = layer
             local_R = carray(int64_at(places + layer * R * 8), (R,))
-            for rank in range(R):
+            for rank in range(R if K else 0):
                 sent_U[rank] = _send_rows(
                     peers + rank * PEER_FIELDS * 8, size, T, D, K, x, ids, weights, local_R[rank],
                     call, sent_RT[rank],
                 )  # fmt: skip
             ends[1] = now_ns()
+            run_layer_mlp(pool, layer_at, batch_at)
+            ends[2] = now_ns()
         until_ns = now_ns() + wait_ns
         for rank in range(R):
             if sent_U[rank]:
@@ -233,8 +244,12 @@ def decode_remote_layers(
                 if answer[0] != DONE:
                     fields[CALL_FIELDS] = DECLINED
                     return layer
-        ends[2] = now_ns()
-        _add_replies(peers, R, wide, T, D, hidden, sent_RT, sent_U)
+        ends[3] = now_ns()
+        if K:
+            shared = mlp_out if has_mlp else 0
+            _add_replies(peers, R, wide, T, D, hidden, shared, sent_RT, sent_U)
+        else:
+            add_rows(wide, hidden, mlp_out, T, D)
     return last
 
 

@@ -101,9 +101,10 @@ def kind_of(arithmetic: Arithmetic, storage: Storage = Storage.PLAIN) -> int:
 _ARITHMETIC_MASK, _STORAGE_SHIFT = 3, 2
 
 
+@compiled
 def reads_float32(kind: int) -> bool:
     """Return whether the rows and results of a kind of product are float32, not bfloat16."""
-    return kind & _ARITHMETIC_MASK == Arithmetic.FLOAT32
+    return kind & _ARITHMETIC_MASK == _FLOAT32
 
 
 def pack_panels(weight_NK: Tensor) -> Tensor:

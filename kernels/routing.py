@@ -5,108 +5,97 @@ Shapes: T tokens, E experts, e local experts, K top-k, N = number of (token, exp
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import row_ops
+from kernels.compiled import bits_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GroupLimit:
     """Limits the choice to the `kept` of `groups` whose `best` best experts have the top sum."""
 
-    groups: int
-    kept: int
-    best: int
+    groups: int = 1
+    kept: int = 1
+    best: int = 1
 
 
-def softmax_top_k(
-    logits_TE: Tensor, top_k: int, *, normalize: bool, round_to: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, weights [T, K] float32): softmax over all experts, then the top k.
-
-    normalize: weights of a token sum to 1. round_to: a dtype that the weights are rounded to
-    (Qwen3-MoE uses the model's).
-    """
-    if row_ops.is_compiled(logits_TE):
-        ids_TK = torch.empty((len(logits_TE), top_k), dtype=torch.int64)
-        return ids_TK, _on_cpu(logits_TE, ids_TK, normalize, round_to, given=False)
-    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
-    return ids_TK, _weighted(weights_TK, normalize=normalize, round_to=round_to)
-
-
-def softmax_weights(
-    logits_TE: Tensor, ids_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None = None
-) -> Tensor:
-    """Return [T, K] float32: the weights of `softmax_top_k` for given experts."""
-    if row_ops.is_compiled(logits_TE):
-        return _on_cpu(logits_TE, ids_TK.contiguous(), normalize, round_to, given=True)
-    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
-
-
-def _on_cpu(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    normalize: bool,
-    round_to: torch.dtype | None,
-    *,
-    given: bool,
-) -> Tensor:
-    """Return the weights of the top k, whose ids are written unless `given`."""
-    weights_TK = torch.empty(ids_TK.shape)
-    row_ops.softmax_top_k(
-        logits_TE.dtype is torch.float32,
-        logits_TE.data_ptr(),
-        len(logits_TE),
-        logits_TE.shape[1],
-        ids_TK.shape[1],
-        given,
-        ids_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        normalize,
-        round_to is torch.bfloat16,
-    )
-    return weights_TK
-
-
-def _weighted(probs_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None) -> Tensor:
-    if normalize:
-        probs_TK /= probs_TK.sum(dim=-1, keepdim=True)
-    if round_to is not None and round_to is not torch.float32:
-        probs_TK = probs_TK.to(round_to).float()
-    return probs_TK
-
-
-def limited_top_k(
-    scores_TE: Tensor, top_k: int, limit: GroupLimit, *, bias_E: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, weights [T, K] float32): the top k within the kept groups.
+class RoutingRule:
+    """Choice of a token's top_k experts by their scores, the softmax or sigmoids of logits.
 
     bias_E counts in the choice of groups and experts, not in the weights. normalize: weights of a
-    token sum to 1.
+    token sum to 1. rounds: weights are rounded to the dtype of the logits (Qwen3-MoE). scale
+    multiplies them.
     """
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if limit.kept < limit.groups:
-        choice_TGe = choice_TE.view(-1, limit.groups, choice_TE.shape[1] // limit.groups)
-        groups_TG = torch.topk(choice_TGe, limit.best, dim=-1).values.sum(-1)
-        kept_TG = torch.topk(groups_TG, limit.kept, dim=-1).indices
-        dropped_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
-        choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), float("-inf")).flatten(1)
-    ids_TK = torch.topk(choice_TE, top_k, dim=-1).indices
-    return ids_TK, score_weights(scores_TE, ids_TK, normalize=normalize)
 
+    def __init__(
+        self,
+        experts: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        sigmoid: bool = False,
+        rounds: bool = False,
+        limit: GroupLimit = GroupLimit(),
+        bias_E: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self._top_k, self._normalize, self._sigmoid = top_k, normalize, sigmoid
+        self._rounds, self._limit, self._scale = rounds, limit, scale
+        self._bias_E = None if bias_E is None else bias_E.float().contiguous()
+        bias, groups = 0 if self._bias_E is None else self._bias_E.data_ptr(), astuple(limit)
+        flags = experts, sigmoid, normalize, rounds
+        self.fields = np.array((*flags, bias, *groups, bits_of(scale)), np.int64)
 
-def score_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> Tensor:
-    """Return [T, K] float32: the weights of `limited_top_k` for given experts."""
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if normalize:
-        weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
-    return weights_TK
+    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (ids [T, K] int64, weights [T, K] float32), best expert first."""
+        if row_ops.is_compiled(logits_TE):
+            ids_TK = torch.empty((len(logits_TE), self._top_k), dtype=torch.int64)
+            return ids_TK, self._on_cpu(logits_TE, ids_TK, given=False)
+        scores_TE, limit = self._scores(logits_TE), self._limit
+        choice_TE = scores_TE if self._bias_E is None else scores_TE + self._bias_E
+        if limit.kept < limit.groups:
+            choice_TGe = choice_TE.view(-1, limit.groups, choice_TE.shape[1] // limit.groups)
+            groups_TG = torch.topk(choice_TGe, limit.best, dim=-1).values.sum(-1)
+            kept_TG = torch.topk(groups_TG, limit.kept, dim=-1).indices
+            dropped_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
+            choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), -math.inf).flatten(1)
+        weights_TK, ids_TK = torch.topk(choice_TE, self._top_k, dim=-1)
+        if choice_TE is not scores_TE:
+            weights_TK = scores_TE.gather(1, ids_TK)
+        return ids_TK, self._finished(weights_TK, logits_TE.dtype)
+
+    def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return [T, K] float32: the weights of given experts."""
+        if row_ops.is_compiled(logits_TE):
+            return self._on_cpu(logits_TE, ids_TK.contiguous(), given=True)
+        return self._finished(self._scores(logits_TE).gather(1, ids_TK), logits_TE.dtype)
+
+    def _on_cpu(self, logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tensor:
+        """Return the weights; write ids unless `given`."""
+        weights_TK, (T, K) = torch.empty(ids_TK.shape), ids_TK.shape
+        rule, logits = self.fields.ctypes.data, logits_TE.data_ptr()
+        wide, results = logits_TE.dtype is torch.float32, (ids_TK.data_ptr(), weights_TK.data_ptr())
+        row_ops.choose_experts(wide, rule, logits, T, K, given, *results)
+        return weights_TK
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self._sigmoid:
+            return logits_TE.float().sigmoid()
+        return logits_TE.softmax(-1, dtype=torch.float32)
+
+    def _finished(self, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._normalize:
+            total_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            weights_TK /= total_T1 + 1e-20 if self._sigmoid else total_T1
+        if self._rounds:
+            weights_TK = weights_TK.to(dtype).float()
+        return weights_TK if self._scale == 1.0 else weights_TK * self._scale
 
 
 def sparsemixer(logits_TE: Tensor, jitter: float, top_k: int) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from kernels.compiled import (
     copy_bits,
     exp,
     float32_at,
+    float_of_bits,
     from_bfloat16,
     int64_at,
     intrinsic,
@@ -41,6 +42,7 @@ from kernels.compiled import (
 
 COMPILED_DTYPES: Final = (torch.float32, torch.bfloat16)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LEAST, _SMALL = np.float32(-np.inf), np.float32(1e-20)
 
 
 def is_compiled(x: Tensor) -> bool:
@@ -182,6 +184,30 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
 
 
 @compiled
+def clip(wide: bool, x: int, count: int, limit: float) -> None:
+    """Limit numbers to -limit .. limit."""
+    numbers, most = np.empty(count, np.float32), np.float32(limit)
+    read_numbers(wide, x, count, numbers)
+    for i in range(count):
+        numbers[i] = min(max(numbers[i], -most), most)
+    write_numbers(wide, x, count, numbers)
+
+
+@compiled
+def scale_rows(
+    wide: bool, x: int, x_stride: int, factors: int, out: int, stride: int, T: int, D: int
+) -> None:
+    """Write rows of D elements times their float32 factors [T]; `out` may be x."""
+    size, row = 4 if wide else 2, np.empty(D, np.float32)
+    factors_T = carray(float32_at(factors), (T,))
+    for t in range(T):
+        read_numbers(wide, x + t * x_stride * size, D, row)
+        for i in range(D):
+            row[i] *= factors_T[t]
+        write_numbers(wide, out + t * stride * size, D, row)
+
+
+@compiled
 def sigmoid(x: int, count: int) -> None:
     """Replace float32 numbers; torch's bits depend on a number's distance from the last one."""
     numbers = carray(float32_at(x), (count,))
@@ -218,49 +244,86 @@ def group_pairs(
             sorted_N[place] = weights_N[n]
 
 
-@compiled
-def softmax_top_k(
-    wide: bool,
-    logits: int,
-    T: int,
-    E: int,
-    top_k: int,
-    given: bool,
-    ids: int,
-    weights: int,
-    normalize: bool,
-    rounds: bool,
-) -> None:
-    """Write the top k of the softmax over E logits: ids int64 and weights float32 [T, top_k].
+RULE_FIELDS: Final = 9
 
-    given: read ids instead. Of equal logits the first expert is taken. normalize: weights of a row
-    sum to 1. rounds: to bfloat16.
+
+@compiled
+def choose_experts(
+    wide: bool, rule: int, logits: int, T: int, top_k: int, given: bool, ids: int, weights: int
+) -> None:
+    """Write the best experts of each row of logits [T, E]: ids int64, weights float32 [T, top_k].
+
+    given: read ids instead. Of equal experts the first one is taken. rule: int64 fields of
+    `RoutingRule` (kernels/routing.py): E, whether scores are sigmoids (or the softmax), whether
+    weights of a row sum to 1, and are rounded as logits are; address of the bias (0: none); groups,
+    number of them that are kept, and of a group's best experts; bits of scale.
     """
-    size = 4 if wide else 2
-    row = np.empty(E, np.float32)
+    E, is_sigmoid, normalizes, rounds, bias, groups, kept, best, scale_bits = carray(
+        int64_at(rule), (RULE_FIELDS,)
+    )
+    size, scale = 4 if wide else 2, np.float32(float_of_bits(scale_bits))
+    row, choice, bias_E = np.empty(E, np.float32), np.empty(E, np.float32), np.zeros(E, np.float32)
+    if bias:
+        read_numbers(True, bias, E, bias_E)
     for t in range(T):
         read_numbers(wide, logits + t * E * size, E, row)
         chosen = carray(int64_at(ids + t * top_k * 8), (top_k,))
         weights_K = carray(float32_at(weights + t * top_k * 4), (top_k,))
-        if not given:
-            _choose_largest(row, top_k, chosen)
-        largest, total = row[chosen[0]], _ZERO
-        if given:
+        for e in range(E):
+            choice[e] = row[e]
+        if is_sigmoid:
             for e in range(E):
-                largest = max(largest, row[e])
-        for e in range(E):
-            row[e] = exp(row[e] - largest)
-        for e in range(E):
-            total += row[e]
-        kept = _ZERO
+                row[e] = _ONE / (_ONE + exp(-row[e]))
+        else:
+            _softmax(row)
+        if bias or best > 1:  # otherwise logits have the order of scores, with fewer equal ones
+            for e in range(E):
+                choice[e] = row[e] + bias_E[e]
+        if not given:
+            if kept < groups:
+                _drop_groups(choice, groups, kept, best)
+            _choose_largest(choice, top_k, chosen)
+        total = _ZERO
         for k in range(top_k):
-            weights_K[k] = row[chosen[k]] / total
-            kept += weights_K[k]
+            weights_K[k] = row[chosen[k]]
+            total += weights_K[k]
         for k in range(top_k):
-            if normalize:
-                weights_K[k] /= kept
-            if rounds:
+            if normalizes:
+                weights_K[k] /= total + _SMALL
+            if rounds and not wide:
                 weights_K[k] = from_bfloat16(to_bfloat16(weights_K[k]))
+            weights_K[k] *= scale
+
+
+@compiled
+def _softmax(row: Any) -> None:
+    largest, total = row[0], _ZERO
+    for e in range(row.shape[0]):
+        largest = max(largest, row[e])
+    for e in range(row.shape[0]):
+        row[e] = exp(row[e] - largest)
+    for e in range(row.shape[0]):
+        total += row[e]
+    for e in range(row.shape[0]):
+        row[e] /= total
+
+
+@compiled
+def _drop_groups(choice: Any, groups: int, kept: int, best: int) -> None:
+    """Set all but the experts of the groups with the largest sums of their best ones to -inf."""
+    size = choice.shape[0] // groups
+    sums, chosen = np.zeros(groups, np.float32), np.empty(max(kept, best), np.int64)
+    for group in range(groups):
+        _choose_largest(choice[group * size : (group + 1) * size], best, chosen)
+        for n in range(best):
+            sums[group] += choice[group * size + chosen[n]]
+    _choose_largest(sums, kept, chosen)
+    for group in range(groups):
+        is_kept = False
+        for n in range(kept):
+            is_kept = is_kept or chosen[n] == group
+        for e in range(group * size, (group + 1) * size):
+            choice[e] = choice[e] if is_kept else _LEAST
 
 
 @compiled

@@ -330,9 +330,8 @@ class Executor:
                 micro_batch.layer += len(done.ends)
                 micro_batch.attended = micro_batch.layer - 1
                 if done.routed is not None:
-                    self._begin_experts(micro_batch, micro_batch.layer, done.routed)
-                    micro_batch.attended = micro_batch.layer
-                    self._advance(micro_batch)
+                    micro_batch.doing = Stage.ATTENTION, micro_batch.layer
+                    yield from self._route(micro_batch, done.routed)
                     return
                 yield
                 if not decoder.waits and not self._decodes_at_once(micro_batch):
@@ -393,9 +392,12 @@ class Executor:
         last = micro_batch.last if layer == self.layers - 1 else None
         attended = yield from half.steps(layer, hidden_TD, inputs, self._kv, last)
         micro_batch.hidden_TD = attended.hidden_TD
-        micro_batch.attended = layer
-        routed = attended.routed
-        if routed is not None and half.has_shared(layer):
+        yield from self._route(micro_batch, attended.routed)
+
+    def _route(self, micro_batch: MicroBatch, routed: RoutedTokens | None) -> Steps[None]:
+        """Begin what follows the attention of a layer."""
+        layer = micro_batch.attended = micro_batch.layer
+        if routed is not None and self._half.has_shared(layer):
             micro_batch.x_TD = routed.router_input
             micro_batch.stage = TaskStage.SHARED
             if micro_batch.batch.plan.order.shared_before_dispatch:

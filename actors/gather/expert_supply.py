@@ -85,9 +85,9 @@ class StoredBackend(ExpertBackend[StoredPending]):
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         half = self._half
-        if self._store.is_streamed or len(half.spec.moe_layers) < half.spec.num_layers:
+        if self._store.is_streamed:
             return None
-        experts = [self._store.fetch(layer) for layer in half.spec.moe_layers]
+        experts = {layer: self._store.fetch(layer) for layer in half.spec.moe_layers}
         if not ResidentLayerDecoder.supports(half, experts):
             return None
         return ResidentLayerDecoder(half, experts, self._local_of_E, kv)

@@ -46,7 +46,6 @@ from models.decoder.layer_decoder import (
     DecodedLayers,
     LayerDecoder,
     most_rows,
-    stage_ends,
 )
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
@@ -79,6 +78,7 @@ class RemoteLayerDecoder(LayerDecoder):
     """Runs layers whose experts are on expert ranks, in one call with direct calls of them."""
 
     uses_loop = True
+    stages = Stage.ATTENTION, Stage.SEND, Stage.SHARED, Stage.WAIT
 
     def __init__(self, parts: DirectCalls, kv: KvPool, topology: Topology) -> None:
         super().__init__(parts.half, kv)
@@ -119,7 +119,7 @@ class RemoteLayerDecoder(LayerDecoder):
         is_alone: bool,
     ) -> DecodedLayers:
         first, last = layers
-        resumes, client, clock = self.waits, self._parts.client, self._clock
+        resumes, client = self.waits, self._parts.client
         if resumes:
             is_late = self._parts.endpoint.clock() - self._since_s > GIVE_UP_S
             if is_late or self._is_outdated or not is_alone:
@@ -133,8 +133,7 @@ class RemoteLayerDecoder(LayerDecoder):
             shared_pool(), self._tables.ctypes.data, first, last, resumes, *times_ns
         )
         self._count(first, reached, len(hidden_TD), owner)
-        stages = Stage.ATTENTION, Stage.SEND, Stage.WAIT
-        done = DecodedLayers(stage_ends(stages, clock[first:reached]))
+        done = DecodedLayers(self._stage_ends(first, reached))
         if reached == last:
             self.end()
             return done
@@ -158,8 +157,10 @@ class RemoteLayerDecoder(LayerDecoder):
         """Return the input of a layer's experts, for packets."""
         self.end()
         ids_TK = self._ids_LTK[layer].view(-1)[: rows * self._half.spec.top_k].view(rows, -1)
-        tensors = self._x_TD[:rows], ids_TK, self._weights_TK[:rows]
-        return DecodedLayers((), RoutedTokens(*(tensor.clone() for tensor in tensors)))
+        parts = self._experts_TD, self._weights_TK, self._x_TD
+        x_TD, weights_TK, plain_TD = (part[:rows].clone() for part in parts)
+        plain = plain_TD if self._half.spec.family.weighs_input else None
+        return DecodedLayers((), RoutedTokens(x_TD, ids_TK.clone(), weights_TK, plain))
 
     def _use(self, topology: Topology) -> None:
         """Make the tables of places and peers; open areas of ranks that have none."""
@@ -171,7 +172,7 @@ class RemoteLayerDecoder(LayerDecoder):
         self._peers = np.zeros((ranks, PEER_FIELDS), np.int64)
         self._words: list[NDArray[np.int64]] = []
         self._areas = self._parts.endpoint.call_areas
-        if any(each.count != spec.num_experts for each in slots):
+        if any(slots[layer].count != spec.num_experts for layer in spec.moe_layers):
             return  # replicas: which one serves a pair depends on the others
         layout = area_layout(spec)
         areas = {area.peer: area for area in self._areas}
@@ -212,17 +213,18 @@ class RemoteLayerDecoder(LayerDecoder):
         endpoint, counts, sample = self._parts.endpoint, self._parts.counts, self._parts.sample
         pairs, timeline = rows * self._half.spec.top_k, self._parts.timeline
         row_bytes = int(self._sent[first:reached].sum()) * self._x_TD[0].nbytes
-        pair_bytes = (reached - first) * pairs * _PAIR_BYTES
+        routed = [layer for layer in range(first, reached) if self._half.spec.is_moe(layer)]
+        pair_bytes = len(routed) * pairs * _PAIR_BYTES
         endpoint.count_bytes(row_bytes + pair_bytes, row_bytes)
-        ids_LN = self._ids_LTK.view(len(self._layers), -1)[first:reached, :pairs].numpy()
-        for layer, ids_N in enumerate(ids_LN, first):
-            placed = self._topology.slots.layer(layer)
+        ids_LN = self._ids_LTK.view(len(self._layers), -1)[:, :pairs].numpy()
+        for layer in routed:
+            placed, ids_N = self._topology.slots.layer(layer), ids_LN[layer]
             counts.add_direct(layer, rows, ids_N, self._sent[layer], placed)
             if sample is not None:
                 sample.routed((owner.batch, owner.micro_batch), ids_N.reshape(rows, -1))
             if not timeline.keeps:
                 continue
-            arrived_s = 1e-9 * int(self._clock[layer, 2])
+            arrived_s = 1e-9 * int(self._clock[layer, -1])
             for rank in np.flatnonzero(self._sent[layer]).tolist():
                 transfer = f"{self._topology.experts[rank]}>{endpoint.name}"
                 answered_s = 1e-9 * int(self._answered[layer, rank])

@@ -4,7 +4,7 @@ token goes to, and what is foretold of them, right so and so often."""
 import torch
 from torch import Tensor
 
-from kernels.routing import softmax_weights
+from kernels.routing import RoutingRule
 from models.decoder.decoder import AttentionHalf
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor
@@ -28,7 +28,8 @@ class ImposedRouting:
     def routed(self, step: int, layer: int, own: RoutedTokens, logits_TE: Tensor) -> RoutedTokens:
         """In the place of what the layer's router has chosen; with the weights that it gives."""
         ids_TK = self._device_SLK[step, self._at[layer]].unsqueeze(0)
-        return RoutedTokens(own.x_TD, ids_TK, softmax_weights(logits_TE, ids_TK, normalize=True))
+        rule = RoutingRule(self._spec.num_experts, self._spec.top_k, normalize=True)
+        return RoutedTokens(own.x_TD, ids_TK, rule.weigh(logits_TE, ids_TK))
 
     def predicted_routing(self, precision: float, device: torch.device) -> Tensor:
         """[S, L, K]: each right one with that probability, else one that is not wanted."""

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from kernels import fused_ops
 from kernels.attention import AttentionPlan, attention_steps
-from kernels.attention_ops import LATENT_EPS, attend_layer
+from kernels.attention_ops import LATENT_EPS, PROJECTION_NORM, TURNED_NORM, attend_layer
 from kernels.compiled import bits_of
 from kernels.fused_ops import norm_and_rope, sigmoid, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
-from kernels.norm_rope import rms_norm
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
@@ -138,17 +137,22 @@ class KvPool:
 
 
 class DecodeNeighbors(NamedTuple):
-    """The norms around a layer's attention, and its router's fields of `attend_layer`."""
+    """The norms around a layer's attention, and fields of `attend_layer`: of router and MLP."""
 
     attention_norm_D: Tensor
     mlp_norm_D: Tensor
     rounds_once: bool
     router: tuple[int, ...]
+    mlp: int
 
     @property
     def top_k(self) -> int:
         """0: `attend_layer` does not route."""
-        return self.router[3]
+        return self.router[4]
+
+    @property
+    def weighs_input(self) -> bool:
+        return bool(self.router[5])
 
 
 def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
@@ -189,16 +193,19 @@ class CompiledDecode(abc.ABC):
         layer = self.decode_fields(neighbors)
         cos, sin = metadata.angles(has_rope=self._has_rope)
         x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
+        weighed_TD = torch.empty_like(hidden_TD) if neighbors.weighs_input else x_TD
         ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
         fields = (
             T, hidden_TD.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots_T.data_ptr(),
             rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
-            bits_of(self._scale),
+            bits_of(self._scale), 0, weighed_TD.data_ptr(),
+            metadata.query_factors(has_rope=self._has_rope),
         )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
-        return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
+        plain_TD = x_TD if neighbors.weighs_input else None
+        return x_TD, RoutedTokens(weighed_TD, ids_TK, weights_TK, plain_TD) if top_k else None
 
     def decode_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
         """Return the fields of `attend_layer` that do not change, the same array each time."""
@@ -217,12 +224,17 @@ class CompiledDecode(abc.ABC):
         o: PackedLinear,
         sinks: int = 0,
         latent: int = 0,
+        steps: tuple[int, int] = (0, 0),
     ) -> NDArray[np.int64]:
-        """Return the fields of `attend_layer`. sizes: H, G, d. queries: q/k/v, bias, q/k norm."""
+        """Return the fields of `attend_layer`.
+
+        sizes: H, G, d. queries: q/k/v, bias, q/k norm. steps: kind of that, bits of their limit.
+        """
         fields = (
             o.kind, o.shape[0], *sizes, bits_of(self._eps), neighbors.rounds_once,
             neighbors.attention_norm_D.data_ptr(), *queries, *o.addresses, sinks,
             neighbors.mlp_norm_D.data_ptr(), self._window or 0, *neighbors.router, latent,
+            neighbors.mlp, *steps,
         )  # fmt: skip
         return np.array(fields, np.int64)
 
@@ -271,9 +283,7 @@ class GroupedQueryAttention(CompiledDecode):
             self._qk_norm = "turned_head"  # rope changes the size of a head
         if order is not None and self._qk_norm_Hd is not None:
             self._qk_norm_Hd = self._qk_norm_Hd[:, order].contiguous()
-        self._is_usual = self._qk_norm not in ("projection", "turned_head") and not (
-            self._clip or self._gate or self._is_tuned or spec.family.layer_norm
-        )
+        self._is_usual = not (self._gate or spec.family.layer_norm)
 
     def _load_norm(self, spec: ModelSpec, specs: WeightSpecs, loader: Loader) -> Tensor | None:
         """Return the weights of query heads, then KV heads, [H + G, d]; None: not normed."""
@@ -321,7 +331,7 @@ class GroupedQueryAttention(CompiledDecode):
             y_TD = self._o(attended_TD[tile])
             if self._out_norm is not None:
                 once = self._norm_rounds_once
-                y_TD = rms_norm(y_TD, self._out_norm, self._eps, round_once=once)
+                y_TD = fused_ops.rms_norm(y_TD, self._out_norm, self._eps, round_once=once)
             hidden_TD[tile].add_(y_TD)
 
     @property
@@ -335,7 +345,9 @@ class GroupedQueryAttention(CompiledDecode):
         )
         queries = *self._qkv.addresses, qk_norm
         sizes = self._H, self._G, self._d
-        return self._fields(neighbors, sizes, queries, self._o, sinks)
+        kinds = {"projection": PROJECTION_NORM, "turned_head": TURNED_NORM}
+        steps = kinds.get(self._qk_norm, 0), 0 if self._clip is None else bits_of(self._clip)
+        return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps)
 
     def _project(
         self, x_TD: Tensor, metadata: AttentionMetadata
@@ -391,12 +403,20 @@ class GroupedQueryAttention(CompiledDecode):
             return norm_and_rope(self._clipped(x_THd), weight_Hd, self._eps, cos, sin)
         if self._qk_norm == "turned_head":
             turned_THd = norm_and_rope(x_THd, None, self._eps, cos, sin)
-            return rms_norm(turned_THd, weight_Hd, self._eps)
-        queries = max(0, self._H - heads.start)
+            return self._normed(turned_THd, weight_Hd, heads)
+        x_THd = self._clipped(self._normed(x_THd, weight_Hd, heads))
+        return norm_and_rope(x_THd, None, self._eps, cos, sin)
+
+    def _normed(self, x_THd: Tensor, weight_Hd: Tensor, heads: slice) -> Tensor:
+        """Norm queries and keys, whole or by head, in which case heads of a kind share weights."""
+        queries, is_whole = max(0, self._H - heads.start), self._qk_norm == "projection"
         sizes = [size for size in (queries, x_THd.shape[1] - queries) if size]
+        parts = []
         pairs = zip(torch.split(x_THd, sizes, 1), torch.split(weight_Hd, sizes), strict=True)
-        parts = [rms_norm(x.flatten(1), w.flatten(), self._eps).view_as(x) for x, w in pairs]
-        return norm_and_rope(self._clipped(torch.cat(parts, 1)), None, self._eps, cos, sin)
+        for part, weight in pairs:
+            rows, norm = (part.flatten(1), weight.flatten()) if is_whole else (part, weight[0])
+            parts.append(fused_ops.rms_norm(rows.contiguous(), norm, self._eps).view(part.shape))
+        return torch.cat(parts, 1)
 
     def _clipped(self, x_THd: Tensor) -> Tensor:
         return x_THd if self._clip is None else x_THd.clamp(-self._clip, self._clip)

@@ -80,6 +80,11 @@ class AttentionMetadata:
         assert self.unrotated is not None
         return self.unrotated
 
+    def query_factors(self, *, has_rope: bool) -> int:
+        """Return the address of the factors of a layer's queries, or 0."""
+        scale_T11 = self.query_scale_T11
+        return 0 if has_rope or scale_T11 is None else scale_T11.data_ptr()
+
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:

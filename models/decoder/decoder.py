@@ -60,6 +60,12 @@ class _Mlp:
         self._down = loader.linear(weight_specs["down"])
         gate = weight_specs.get("output_gate")
         self._output_gate = None if gate is None else loader.linear(gate)
+        self.decode_fields: NDArray[np.int64] | None = None
+        if self._gate_up.kind is not None:
+            products = self._gate_up, self._down, self._output_gate
+            addresses = (0 if each is None else each.addresses[0] for each in products)
+            fields = self._gate_up.kind, *addresses, self._down.shape[1]
+            self.decode_fields = np.array(fields, np.int64)  # of `run_layer_mlp`
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return swiglu(x_TD, self._gate_up, self._down, self._output_gate)
@@ -85,14 +91,28 @@ class _Layer:
             if spec.is_moe(layer)
             else _Mlp(layout.dense_tensors(spec, layer), loader)
         )
-        router = None
-        if isinstance(self.mlp, ExpertRouter):
-            router = self.mlp.decode_fields(self.attention_norm.dtype)
-        self.neighbors = DecodeNeighbors(
-            self.attention_norm, self.mlp_norm, spec.family.norm_rounds_once, router or (0,) * 6
-        )
         shared = layout.shared_tensors(spec, layer)
         self.shared = _Mlp(shared, loader) if shared else None
+        router, mlp = None, self.shared
+        if isinstance(self.mlp, ExpertRouter):
+            router = self.mlp.decode_fields
+        else:
+            mlp = self.mlp
+        self._has_fields = router is not None or mlp is self.mlp
+        self.neighbors = DecodeNeighbors(
+            self.attention_norm,
+            self.mlp_norm,
+            spec.family.norm_rounds_once,
+            router or (0,) * 6,
+            0 if mlp is None or mlp.decode_fields is None else mlp.decode_fields.ctypes.data,
+        )
+
+    def decode_fields(self) -> NDArray[np.int64] | None:
+        """Return the fields of `attend_layer`, or None if decode has steps of other kinds."""
+        attention = self.attention
+        if not isinstance(attention, CompiledDecode) or not attention.decodes:
+            return None
+        return attention.decode_fields(self.neighbors) if self._has_fields else None
 
 
 def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
@@ -276,17 +296,10 @@ class AttentionHalf:
     def decode_table(self) -> NDArray[np.int64] | None:
         """Return the fields of `attend_layer` of each layer, [L, LAYER_FIELDS].
 
-        None: a layer has other steps in decode: no experts, or shared ones.
+        None: decode has steps that compiled calls lack.
         """
-        rows = []
-        for each in self._layers:
-            attention, has_shared = each.attention, each.shared is not None
-            if self.spec.unrotated or has_shared or not isinstance(attention, CompiledDecode):
-                return None
-            if not attention.decodes or not each.neighbors.top_k:
-                return None
-            rows.append(attention.decode_fields(each.neighbors))
-        return np.stack(rows)
+        rows = [fields for each in self._layers if (fields := each.decode_fields()) is not None]
+        return np.stack(rows) if len(rows) == len(self._layers) else None
 
     def decodes_at_once(self, batch: AttentionBatch) -> bool:
         """Return whether a batch has few sequences with one new token each."""

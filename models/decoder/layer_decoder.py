@@ -6,8 +6,8 @@ Shapes: L layers, T rows, D model dim, K top-k.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contracts.traces import Stage
-from kernels.attention_ops import BATCH_FIELDS, CLOCK_FIELDS, decode_layers
+from kernels.attention_ops import BATCH_FIELDS, CLOCK_FIELDS, EXPERT_FIELDS, decode_layers
 from kernels.compiled import bits_of
 from kernels.experts import RUN_PAIRS, expert_fields
 from kernels.thread_pool import shared_pool
@@ -60,6 +60,8 @@ class LayerDecoder(abc.ABC):
     """
 
     uses_loop = waits = False
+    stages: ClassVar[tuple[Stage, ...]]  # whose ends the call writes
+    _clock: NDArray[np.int64]  # [L, stages], ns
 
     def __init__(self, half: AttentionHalf, kv: KvPool) -> None:
         """Set up tables; `half.decode_table` must have rows."""
@@ -71,12 +73,16 @@ class LayerDecoder(abc.ABC):
         self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
         self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
         self._weights_TK = torch.empty((self._most_rows, spec.top_k))
+        self._mlp_TD = torch.empty_like(self._x_TD)
         self._batches = np.zeros((L, BATCH_FIELDS), np.int64)
         self._batches[:, 6:8] = [[each.data_ptr() for each in kv.entries(n)] for n in range(L)]
         self._batches[:, 8] = self._x_TD.data_ptr()
         self._batches[:, 9] = [ids_TK.data_ptr() for ids_TK in self._ids_LTK]
         self._batches[:, 10] = self._weights_TK.data_ptr()
-        self._batches[:, 11:] = dtype is torch.float32, bits_of(spec.softmax_scale)
+        self._batches[:, 11:13] = dtype is torch.float32, bits_of(spec.softmax_scale)
+        self._weighed_TD = torch.empty_like(self._x_TD)
+        self._batches[:, 13:15] = self._mlp_TD.data_ptr(), self._weighed_TD.data_ptr()
+        self._experts_TD = self._weighed_TD if spec.family.weighs_input else self._x_TD
 
     def accepts(self, batch: AttentionBatch) -> bool:
         """Return whether a batch has few sequences, with one new token each."""
@@ -105,28 +111,51 @@ class LayerDecoder(abc.ABC):
         tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
         self._batches[:, :5] = len(hidden_TD), *(tensor.data_ptr() for tensor in tensors)
         self._batches[:, 5] = self._half.entries(batch)
+        for layer in self._half.spec.unrotated:
+            angles = metadata.angles(has_rope=False)
+            self._batches[layer, 2:4] = [each.data_ptr() for each in angles]
+            self._batches[layer, 15] = metadata.query_factors(has_rope=False)
+
+    def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
+        """Return the stages of layers [first, last) with the seconds of their ends."""
+        found, half = list[Sequence[tuple[Stage, float]]](), self._half
+        for layer, ends_s in enumerate((self._clock[first:last] * 1e-9).tolist(), first):
+            ends = list(zip(self.stages, ends_s, strict=True))
+            if not half.spec.is_moe(layer):
+                ends = [(Stage.ATTENTION, ends_s[-1])]
+            elif not half.has_shared(layer):
+                ends = [each for each in ends if each[0] is not Stage.SHARED]
+            found.append(ends)
+        return found
 
 
 class ResidentLayerDecoder(LayerDecoder):
     """Runs layers whose experts are all resident in this process."""
 
+    stages = Stage.ATTENTION, Stage.SHARED, Stage.EXPERT
+
     def __init__(
-        self, half: AttentionHalf, experts: Sequence[ExpertLayer], local_of_E: Tensor, kv: KvPool
+        self,
+        half: AttentionHalf,
+        experts: Mapping[int, ExpertLayer],
+        local_of_E: Tensor,
+        kv: KvPool,
     ) -> None:
-        """Set up tables; `supports` must be true."""
+        """Set up tables; `supports` must be true. experts: of each layer that has any."""
         super().__init__(half, kv)
         self._kept = experts, local_of_E
-        self._experts = np.stack(
-            [expert_fields(each.gate_up, each.down, each.clamped) for each in experts]
-        )
+        self._experts = np.zeros((len(self._layers), EXPERT_FIELDS), np.int64)
+        for layer, each in experts.items():
+            self._experts[layer] = expert_fields(each.gate_up, each.down, each.clamped)
         self._experts[:, 9], self._experts[:, 13] = half.spec.top_k, local_of_E.data_ptr()
-        self._experts[:, 10:13] = self._batches[:, 8:11]
-        self._clock = np.zeros((len(experts), CLOCK_FIELDS), np.int64)
+        self._experts[:, 10] = self._experts_TD.data_ptr()
+        self._experts[:, 11:13] = self._batches[:, 9:11]
+        self._clock = np.zeros((len(self._layers), CLOCK_FIELDS), np.int64)
 
     @staticmethod
-    def supports(half: AttentionHalf, experts: Sequence[ExpertLayer]) -> bool:
+    def supports(half: AttentionHalf, experts: Mapping[int, ExpertLayer]) -> bool:
         """Return whether the call has all steps of a decoder's layers."""
-        kinds = [(each.gate_up.kind, each.down.kind) for each in experts]
+        kinds = [(each.gate_up.kind, each.down.kind) for each in experts.values()]
         are_compiled = all(one is not None and one == other for one, other in kinds)
         return are_compiled and half.decode_table() is not None
 
@@ -144,12 +173,4 @@ class ResidentLayerDecoder(LayerDecoder):
         tables = self._layers, self._batches, self._experts, self._clock
         table, batches, experts, clock = (each.ctypes.data for each in tables)
         decode_layers(shared_pool(), table, batches, experts, clock, *layers)
-        stages = Stage.ATTENTION, Stage.EXPERT
-        return DecodedLayers(stage_ends(stages, self._clock[slice(*layers)]))
-
-
-def stage_ends(
-    stages: Sequence[Stage], ends_ns: NDArray[np.int64]
-) -> list[tuple[tuple[Stage, float], ...]]:
-    """Return each layer's stages with the seconds of their ends."""
-    return [tuple(zip(stages, ends_s, strict=True)) for ends_s in (ends_ns * 1e-9).tolist()]
+        return DecodedLayers(self._stage_ends(*layers))

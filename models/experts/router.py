@@ -10,14 +10,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels.fused_ops import sigmoid
 from kernels.linear import PackedLinear
 from kernels.routing import (
     GroupLimit,
-    limited_top_k,
-    score_weights,
-    softmax_top_k,
-    softmax_weights,
+    RoutingRule,
     sparsemixer,
     sparsemixer_weights,
 )
@@ -56,13 +52,20 @@ class ExpertRouter:
             router, loader.load(weight_specs["bias"]) if "bias" in weight_specs else None
         )
         correction = weight_specs.get("correction")
-        self._correction = None if correction is None else loader.load(correction).flatten()
         self.experts = spec.num_experts
         self.top_k = spec.top_k
-        self._routing = spec.routing
-        self._plain = spec.family.routing == "softmax"
-        self._weighs_input = spec.family.weighs_input
-        self._rounds = spec.family.rounds_topk_weights
+        self._routing = routing = spec.routing
+        self.weighs_input = spec.family.weighs_input
+        self._rule = RoutingRule(
+            spec.num_experts,
+            spec.top_k,
+            normalize=routing.normalize,
+            sigmoid=routing.score == "sigmoid",
+            rounds=spec.family.rounds_topk_weights,
+            limit=GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group),
+            bias_E=None if correction is None else loader.load(correction).flatten(),
+            scale=routing.scale,
+        )
 
     def __call__(self, x_TD: Tensor) -> RoutedTokens:
         return self._applied(self.choose(x_TD, self.logits(x_TD)))
@@ -82,20 +85,20 @@ class ExpertRouter:
 
     def _applied(self, routed: RoutedTokens) -> RoutedTokens:
         """Multiply the input of one expert per token by its weight, where the model does that."""
-        if not self._weighs_input:
+        if not self.weighs_input:
             return routed
         x_TD, weights_T1 = routed.x_TD, routed.topk_weights_TK
         return RoutedTokens(
             x_TD * weights_T1.to(x_TD.dtype), routed.topk_ids_TK, torch.ones_like(weights_T1), x_TD
         )
 
-    def decode_fields(self, dtype: torch.dtype) -> tuple[int, ...] | None:
-        """Return the router's fields of `attend_layer` for rows of a dtype, or None."""
-        if not self._plain or dtype is not self._dtype or self._scores.kind is None:
+    @property
+    def decode_fields(self) -> tuple[int, ...] | None:
+        """The router's fields of `attend_layer`, or None."""
+        if self._routing.score == "sparsemixer" or self._scores.kind is None:
             return None
-        rounds = self._rounds and dtype is torch.bfloat16
-        normalize = self._routing.normalize
-        return *self._scores.addresses, self.experts, self.top_k, normalize, rounds
+        rule = self._rule.fields.ctypes.data, self.top_k, self.weighs_input
+        return self._scores.kind, *self._scores.addresses, *rule
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return [T, E]."""
@@ -103,45 +106,14 @@ class ExpertRouter:
 
     def choose(self, x_TD: Tensor, logits_TE: Tensor) -> RoutedTokens:
         """Return the experts of x_TD and their weights by the family's rule."""
-        routing = self._routing
-        if self._plain:
-            ids_TK, weights_TK = softmax_top_k(
-                logits_TE,
-                self.top_k,
-                normalize=routing.normalize,
-                round_to=self._round_to(logits_TE),
-            )
-            return RoutedTokens(x_TD, ids_TK, weights_TK)
-        if routing.score == "sparsemixer":
-            return RoutedTokens(x_TD, *sparsemixer(logits_TE, routing.jitter, self.top_k))
-        limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
-        ids_TK, weights_TK = limited_top_k(
-            self._scored(logits_TE),
-            self.top_k,
-            limit,
-            bias_E=self._correction,
-            normalize=routing.normalize,
-        )
-        return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+        if self._routing.score == "sparsemixer":
+            return RoutedTokens(x_TD, *sparsemixer(logits_TE, self._routing.jitter, self.top_k))
+        return RoutedTokens(x_TD, *self._rule.choose(logits_TE))
 
     def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> RoutedTokens:
         """Return given experts with their router weights for x_TD."""
         logits_TE, routing = self.logits(x_TD), self._routing
-        if self._plain:
-            weights_TK = softmax_weights(
-                logits_TE, ids_TK, normalize=routing.normalize, round_to=self._round_to(logits_TE)
-            )
-            return RoutedTokens(x_TD, ids_TK, weights_TK)
         if routing.score == "sparsemixer":
             weights_TK = sparsemixer_weights(logits_TE, ids_TK, routing.jitter)
             return RoutedTokens(x_TD, ids_TK, weights_TK)
-        scores_TE = self._scored(logits_TE)
-        weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
-        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale)))
-
-    def _scored(self, logits_TE: Tensor) -> Tensor:
-        is_sigmoid, logits_TE = self._routing.score == "sigmoid", logits_TE.float()
-        return sigmoid(logits_TE) if is_sigmoid else logits_TE.softmax(-1)
-
-    def _round_to(self, logits_TE: Tensor) -> torch.dtype | None:
-        return logits_TE.dtype if self._rounds else None
+        return self._applied(RoutedTokens(x_TD, ids_TK, self._rule.weigh(logits_TE, ids_TK)))

@@ -58,13 +58,13 @@ def budgets() -> list[Budget]:
     return [
         # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
         # tasks 2,400; bench 450; inputs 550), issue 31's operation (600; spans 250), issue 32's
-        # kernels, threads, colocation 2,200, weights as stored 550, whole passes 200, direct calls
-        # 950, trials of split batches 80, issue 33's dispatch, sums, sampling and modes of devices 900, channels and stage
-        # times 1,200, issue 34's families 700, states and sparse attention 1,100, issue 35's 400.
-        # Benchmarks: 12,350 without engines (OpenVINO 110) and stored_experts
-        Budget("product: lines", _lines(PRODUCT), 77_870),
+        # kernels, threads, colocation 2,200, weights as stored 550, whole passes 450, direct calls
+        # 950, trials of split batches 80, issue 33's dispatch, sums, sampling and modes of devices
+        # 900, channels and stage times 1,200, issue 34's families 700, states and sparse attention
+        # 1,100, issue 35's 400. Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts
+        Budget("product: lines", _lines(PRODUCT), 78_110),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_300),
-        Budget("tests: lines", _lines(("tests",)), 52_960),
+        Budget("tests: lines", _lines(("tests",)), 53_100),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
         Budget("docs and README: words", _words(), 44_650),
         Budget("class names with two definitions", len(repeated_classes()), 0),

@@ -19,7 +19,7 @@ from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
 from kernels.norm_rope import apply_rope, rms_norm
 from kernels.packed_attention import SequenceRows, supports_packed
-from kernels.routing import softmax_top_k
+from kernels.routing import RoutingRule
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from tests.support.kernel_reference import attention_reference, experts_reference, ragged_attention
 from tests.support.local_model import LocalModel
@@ -118,7 +118,7 @@ def test_experts_equal_the_reference_and_have_the_same_bits_in_every_run(
     )
     logits_TE = torch.randn(T, E, generator=generator)
     logits_TE[:, 4] = -100.0  # nobody's expert
-    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=True)
+    ids_TK, weights_TK = RoutingRule(E, top_k, normalize=True).choose(logits_TE)
     pairs = [
         (t, int(ids_TK[t, k]), float(weights_TK[t, k])) for t in range(T) for k in range(top_k)
     ]

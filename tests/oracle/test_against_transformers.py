@@ -272,8 +272,10 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "qwen2_moe", "afmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
-)
+    "family",
+    ["qwen3_moe", "qwen2_moe", "afmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "olmoe",
+     "ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"],
+)  # fmt: skip
 def test_generated_tokens_keep_their_bits_in_any_company(
     tiny_checkpoint: Checkpoints, family: str, dtype: Literal["float32", "bfloat16"]
 ) -> None:

@@ -41,8 +41,8 @@ def decoder_of(worker: Rank) -> RemoteLayerDecoder:
 
 
 def calls_of(worker: Rank) -> int:
-    """Return the number of direct calls of the first expert rank so far."""
-    return int(decoder_of(worker)._words[0][REQUEST // 8])
+    """Return the number of direct calls of all expert ranks so far."""
+    return sum(int(words[REQUEST // 8]) for words in decoder_of(worker)._words)
 
 
 def streams(client: RankConnection) -> list[Any]:
@@ -55,15 +55,32 @@ def streams(client: RankConnection) -> list[Any]:
     return [(event.token_ids, event.logprobs) for event in events if isinstance(event, Tokens)]
 
 
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {  # expert ranks, overrides
+    "qwen3_moe": (1, {}),
+    "gpt_oss": (2, {}),
+    "mixtral": (3, {}),
+    "qwen2_moe": (1, {}),
+    "olmoe": (2, {"clip_qkv": 0.5}),
+    "deepseek_v2": (2, {}),
+    "deepseek_v3": (1, {}),
+    "exaone_moe": (2, {}),
+    "ernie4_5_moe": (3, {}),
+    "hunyuan_v1_moe": (1, {}),
+    "llama4_text": (2, {}),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 1), ("gpt_oss", 2), ("mixtral", 3)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_answers_and_counters_are_those_of_packets(
-    tiny_checkpoint: Checkpoints, family: str, experts: int, dtype: str
+    tiny_checkpoint: Checkpoints, family: str, dtype: str
 ) -> None:
+    experts, overrides = FAMILIES[family]
+    folder = tiny_checkpoint(family, **overrides)
     config = group_config(1, experts, model={"dtype": dtype}, kv={"prefix_cache": False})
     found, counted = [], []
     for is_direct in (True, False):
-        with ThreadGroup(tiny_checkpoint(family), config) as group, group.client() as client:
+        with ThreadGroup(folder, config) as group, group.client() as client:
             decoder = decoder_of(group.attention[0])
             if not is_direct:
                 decoder._most_rows = 0
@@ -78,9 +95,12 @@ def test_answers_and_counters_are_those_of_packets(
     assert counted[0][2] == counted[1][2]
 
 
-def test_a_late_or_declined_call_is_replaced_by_packets(tiny_checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])
+def test_a_late_or_declined_call_is_replaced_by_packets(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
     config = group_config(1, 2, kv={"prefix_cache": False})
-    with ThreadGroup(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
+    with ThreadGroup(tiny_checkpoint(family), config) as group, group.client() as client:
         expected, worker = streams(client), group.attention[0]
         assert streams(client) == expected
         before = calls_of(worker)
@@ -89,7 +109,7 @@ def test_a_late_or_declined_call_is_replaced_by_packets(tiny_checkpoint: Checkpo
             patch.object(direct_calls, "GIVE_UP_S", 0.02),
         ):
             assert streams(client) == expected
-        assert calls_of(worker) == before + 1, "one call waits, none is made beside it"
+        assert calls_of(worker) - before in (1, 2), "one layer waits, none is called beside it"
         assert streams(client) == expected
         assert calls_of(worker) > before + 50
         decoder = decoder_of(worker)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import experts, fused_ops, gpu_experts
+from kernels import experts, fused_ops, gpu_experts, row_ops
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import (
     PackedLinear,
@@ -27,7 +28,7 @@ from kernels.linear import (
 from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
-from kernels.routing import GroupLimit, group_by_expert, limited_top_k, local_index, softmax_top_k
+from kernels.routing import GroupLimit, RoutingRule, group_by_expert, local_index
 from kernels.stored import pack_bfloat16, pack_fp8, pack_mxfp4
 from models.decoder.decoder import inverse_frequencies
 from models.spec.layer_spec import RopeSpec
@@ -203,7 +204,7 @@ def test_rope_equals_reference() -> None:
 def test_routing_equals_reference(T: int, E: int, normalize: bool, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, E))
     logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(T * E + top_k)) * 3
-    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=normalize)
+    ids_TK, weights_TK = RoutingRule(E, top_k, normalize=normalize).choose(logits_TE)
     assert ids_TK.dtype is torch.int64
     assert weights_TK.dtype is torch.float32
     for ids, weights, logits in zip(ids_TK, weights_TK, logits_TE, strict=True):
@@ -217,14 +218,23 @@ def test_routing_equals_reference(T: int, E: int, normalize: bool, data: st.Data
 def test_group_limited_routing_equals_reference(
     T: int, groups: int, size: int, normalize: bool, data: st.DataObject
 ) -> None:
-    kept, best = data.draw(st.integers(1, groups)), data.draw(st.integers(1, 2))
-    top_k = data.draw(st.integers(1, kept * size))
+    """In compiled code, as torch's operations compute it, and with given experts."""
+    kept, best, sigmoid = (data.draw(st.integers(*each)) for each in ((1, groups), (1, 2), (0, 1)))
+    top_k, E = data.draw(st.integers(1, kept * size)), groups * size
     generator = torch.Generator().manual_seed(T * 1000 + groups * 100 + size * 10 + kept)
-    scores_TE = torch.rand(T, groups * size, generator=generator)
-    bias_E = torch.randn(groups * size, generator=generator) if best == 2 else None
-    ids_TK, weights_TK = limited_top_k(
-        scores_TE, top_k, GroupLimit(groups, kept, best), bias_E=bias_E, normalize=normalize
-    )
+    logits_TE = torch.randn(T, E, generator=generator)
+    bias_E = torch.randn(E, generator=generator) if best == 2 else None
+    rule = RoutingRule(
+        E, top_k, normalize=normalize, sigmoid=bool(sigmoid), scale=1.5, bias_E=bias_E,
+        limit=GroupLimit(groups, kept, best),
+    )  # fmt: skip
+    ids_TK, weights_TK = rule.choose(logits_TE)
+    assert torch.equal(rule.weigh(logits_TE, ids_TK), weights_TK)
+    with mock.patch.object(row_ops, "is_compiled", return_value=False):
+        by_torch = rule.choose(logits_TE)
+    assert torch.equal(by_torch[0], ids_TK)
+    torch.testing.assert_close(by_torch[1], weights_TK)
+    scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
     for ids, weights, scores in zip(ids_TK, weights_TK, scores_TE, strict=True):
         expected = reference.limited_top_k_reference(
             scores.tolist(),
@@ -235,7 +245,7 @@ def test_group_limited_routing_equals_reference(
             bias_E=[0.0] * groups * size if bias_E is None else bias_E.tolist(),
             normalize=normalize,
         )
-        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        found = dict(zip(ids.tolist(), (weights / 1.5).tolist(), strict=True))
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -257,7 +267,7 @@ def test_local_experts_and_experts_on_gpu_equal_reference(
     D, F, e = 6, 5, len(held)
     x_TD = torch.randn(T, D, generator=generator)
     logits_TE = torch.randn(T, E, generator=generator)
-    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=True)
+    ids_TK, weights_TK = RoutingRule(E, top_k, normalize=True).choose(logits_TE)
     gate_up, down = (torch.randn(e, *s, generator=generator) for s in ((2 * F, D), (D, F)))
     rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_index(held, E), e)
     pairs = [
