@@ -91,7 +91,8 @@ class RoutingRule:
 
     def _finished(self, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         if self._normalize:
-            weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
+            total_T1 = weights_TK.sum(dim=-1, keepdim=True)  # of a softmax: never zero
+            weights_TK /= total_T1 + 1e-20 if self._sigmoid else total_T1
         if self._rounds:
             weights_TK = weights_TK.to(dtype).float()
         return weights_TK if self._scale == 1.0 else weights_TK * self._scale
