@@ -262,7 +262,7 @@ def attend(
 # --- the attention half of a layer
 
 LAYER_FIELDS: Final = 26
-TOP_K_FIELD, MLP_FIELD = 20, 23
+TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD = 20, 21, 23
 PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
 MLP_FIELDS: Final = 5

@@ -27,6 +27,7 @@ from kernels.attention_ops import (
     LAYER_FIELDS,
     MLP_FIELD,
     TOP_K_FIELD,
+    WEIGHS_FIELD,
     add_rows,
     attend_layer,
     run_layer_mlp,
@@ -214,7 +215,7 @@ def decode_remote_layers(
             batch[0], batch[1], batch[9], batch[10], batch[11] != 0, batch[13],
         )  # fmt: skip
         D, K, has_mlp, size = fixed[1], fixed[TOP_K_FIELD], fixed[MLP_FIELD] != 0, 4 if wide else 2
-        x = batch[14] if fixed[TOP_K_FIELD + 1] else batch[8]
+        x = batch[14] if fixed[WEIGHS_FIELD] else batch[8]
         ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
         sent_U = carray(int64_at(sent + layer * R * 8), (R,))
         answered_R = carray(int64_at(answered + layer * R * 8), (R,))

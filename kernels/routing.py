@@ -91,7 +91,7 @@ class RoutingRule:
 
     def _finished(self, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         if self._normalize:
-            total_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            total_T1 = weights_TK.sum(dim=-1, keepdim=True)  # of a softmax: never zero
             weights_TK /= total_T1 + 1e-20 if self._sigmoid else total_T1
         if self._rounds:
             weights_TK = weights_TK.to(dtype).float()

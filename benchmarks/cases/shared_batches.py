@@ -196,7 +196,7 @@ CASES = [
     Case(
         "shared_batches",
         "Batches computed together",
-        "What do two prefill workers move and gain when they compute a batch together?",
+        "What two prefill workers move and gain when they compute a batch together.",
         measure,
         tables,
         add_options,

@@ -24,12 +24,12 @@ class ImposedRouting:
         if same:
             self.ids_SLK = self.ids_SLK[:1].expand(steps, -1, -1).contiguous()
         self._device_SLK = self.ids_SLK.to(device)
+        self._rule = RoutingRule(spec.num_experts, spec.top_k, normalize=True)
 
     def routed(self, step: int, layer: int, own: RoutedTokens, logits_TE: Tensor) -> RoutedTokens:
         """In the place of what the layer's router has chosen; with the weights that it gives."""
         ids_TK = self._device_SLK[step, self._at[layer]].unsqueeze(0)
-        rule = RoutingRule(self._spec.num_experts, self._spec.top_k, normalize=True)
-        return RoutedTokens(own.x_TD, ids_TK, rule.weigh(logits_TE, ids_TK))
+        return RoutedTokens(own.x_TD, ids_TK, self._rule.weigh(logits_TE, ids_TK))
 
     def predicted_routing(self, precision: float, device: torch.device) -> Tensor:
         """[S, L, K]: each right one with that probability, else one that is not wanted."""

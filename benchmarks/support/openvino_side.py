@@ -46,7 +46,8 @@ class OpenVino:
 
     async def _all(self, rows: list[list[int]], tokens: int) -> list[int]:
         """Return the first token of each row's answer."""
-        answers = await asyncio.to_thread(self._call, {"rows": rows, "tokens": tokens})
+        async with asyncio.timeout(300.0):
+            answers = await asyncio.to_thread(self._call, {"rows": rows, "tokens": tokens})
         if any(len(answer) != tokens for answer in answers):
             raise RuntimeError(f"{sorted(map(len, answers))} tokens were generated, not {tokens}")
         return [answer[0] for answer in answers]

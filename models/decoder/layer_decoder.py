@@ -111,10 +111,10 @@ class LayerDecoder(abc.ABC):
         tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
         self._batches[:, :5] = len(hidden_TD), *(tensor.data_ptr() for tensor in tensors)
         self._batches[:, 5] = self._half.entries(batch)
-        for layer in self._half.spec.unrotated:
+        if unrotated := list(self._half.spec.unrotated):
             angles = metadata.angles(has_rope=False)
-            self._batches[layer, 2:4] = [each.data_ptr() for each in angles]
-            self._batches[layer, 15] = metadata.query_factors(has_rope=False)
+            self._batches[unrotated, 2:4] = [each.data_ptr() for each in angles]
+            self._batches[unrotated, 15] = metadata.query_factors(has_rope=False)
 
     def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
         """Return the stages of layers [first, last) with the seconds of their ends."""

@@ -129,15 +129,15 @@ class OnlinePlanner:
             raise NoPlanError(f"too few measured times yet of: {stages}")
         if tokens > most:
             raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
-        chunk_ms = self._models.chunk_time()
+        bucket, chunk_ms = bucket_of(batch), self._models.chunk_time()
         try:
-            if _decodes(batch) and not self._trials.splits(len(batch)):
-                planned = uncut_batch(spec, batch, chunk_ms)
-            else:
+            if self._trials.splits(bucket):
                 planned = planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
+            else:
+                planned = uncut_batch(spec, batch, chunk_ms)
         except ValueError as error:
             raise NoPlanError(str(error)) from None
-        self._known[bucket_of(batch)] = planned
+        self._known[bucket] = planned
         while len(self._known) > MAX_SHAPES:
             self._known.popitem(last=False)
         return planned
@@ -164,8 +164,8 @@ class OnlinePlanner:
             for view, ms in zip(self._model_views, known, strict=True):
                 view.update_line(ms, report.measured_ms)
         self._following.add_batch(report)
-        rows = list(itertools.chain.from_iterable(batches))
-        if _decodes(rows) and self._trials.add(len(rows), len(batches) > 1, report.measured_ms):
+        bucket = bucket_of(list(itertools.chain.from_iterable(batches)))
+        if self._trials.add(bucket, len(batches) > 1, report.measured_ms):
             self._plan_again()
         self._count_report()
 
@@ -257,10 +257,6 @@ def _replayed_ms(
     if spec is None:
         return None
     return replayed_ms(spec, models.chunk_time(), plan, micro_batches)
-
-
-def _decodes(batch: Chunks) -> bool:
-    return all(stop - start == 1 for start, stop in batch)
 
 
 def _tokens(micro_batches: Sequence[Chunks]) -> int:

@@ -7,7 +7,7 @@ groups use, and only an unsplit batch runs whole layers in compiled calls.
 import statistics
 from collections import deque
 
-from planner.online.buckets import step
+from planner.online.buckets import BatchBucket
 
 TRIAL_REPORTS = 4  # times that are compared
 LEAST_GAIN = 0.05  # of the slower median; smaller differences change nothing
@@ -15,19 +15,21 @@ REPEAT_REPORTS = 1024  # then the other way is measured again
 
 
 class SplitTrials:
-    """Trials of decode batches, by their number of rows."""
+    """Trials of decode batches, by their number of sequences."""
 
     def __init__(self) -> None:
         self._trials: dict[int, _Trial] = {}
 
-    def splits(self, rows: int) -> bool:
-        """Return whether a plan may split a batch of so many rows."""
-        trial = self._trials.get(step(rows))
-        return trial is None or trial.splits
+    def splits(self, bucket: BatchBucket) -> bool:
+        """Return whether a plan may split a batch; always, if it has prompts."""
+        trial = self._trials.get(bucket.decode_rows)
+        return bucket.prompts > 0 or trial is None or trial.splits
 
-    def add(self, rows: int, is_split: bool, ms: float) -> bool:
+    def add(self, bucket: BatchBucket, is_split: bool, ms: float) -> bool:
         """Add a batch's measured time; return whether `splits` changes for its size."""
-        return self._trials.setdefault(step(rows), _Trial()).add(is_split, ms)
+        if bucket.prompts:
+            return False
+        return self._trials.setdefault(bucket.decode_rows, _Trial()).add(is_split, ms)
 
 
 class _Trial:

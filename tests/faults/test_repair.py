@@ -190,5 +190,6 @@ def test_expert_rank_losses_do_not_change_streams(
         running = load()
         group.replace("expert-1")
         running.check()
+        until(lambda: "experts" not in group.rank_status("attention-1").notes)
         load().check()
         assert "experts" not in group.rank_status("attention-1").notes

@@ -40,9 +40,9 @@ def decoder_of(worker: Rank) -> RemoteLayerDecoder:
     return decoder
 
 
-def calls_of(worker: Rank) -> int:
-    """Return the number of direct calls of all expert ranks so far."""
-    return sum(int(words[REQUEST // 8]) for words in decoder_of(worker)._words)
+def calls_of(worker: Rank) -> list[int]:
+    """Return the number of direct calls of each expert rank so far."""
+    return [int(words[REQUEST // 8]) for words in decoder_of(worker)._words]
 
 
 def streams(client: RankConnection) -> list[Any]:
@@ -88,7 +88,7 @@ def test_answers_and_counters_are_those_of_packets(
             found.append(streams(client))
             counts = decoder._parts.counts
             counted.append((counts.tokens, counts.copies, counts.pairs_R))
-            assert not is_direct or calls_of(group.attention[0]) > 50
+            assert not is_direct or max(calls_of(group.attention[0])) > 50
     assert found[0] == found[1]
     # Requests may share batches differently, which changes copies to several ranks only.
     assert counted[0][0] == counted[1][0]
@@ -109,9 +109,10 @@ def test_a_late_or_declined_call_is_replaced_by_packets(
             patch.object(direct_calls, "GIVE_UP_S", 0.02),
         ):
             assert streams(client) == expected
-        assert calls_of(worker) - before in (1, 2), "one layer waits, none is called beside it"
+        made = [now - then for now, then in zip(calls_of(worker), before, strict=True)]
+        assert max(made) == 1, "one layer waits, none is called beside it"
         assert streams(client) == expected
-        assert calls_of(worker) > before + 50
+        assert sum(calls_of(worker)) > sum(before) + 50
         decoder = decoder_of(worker)
         changed = threading.Timer(0.1, lambda: decoder.use(decoder._topology._replace(missing=())))
         with (

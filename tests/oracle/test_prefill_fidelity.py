@@ -92,7 +92,9 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
         assert (cached[0] >= 50) is not disable_kv_cache, "forgotten after the batch, or kept"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text"]
+)
 def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:

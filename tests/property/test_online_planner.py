@@ -236,13 +236,19 @@ def test_decode_batches_are_split_only_if_that_measures_faster(slower: float, sp
 
 
 def test_the_other_way_of_a_decode_batch_is_measured_again() -> None:
-    trials = SplitTrials()
+    trials, bucket = SplitTrials(), bucket_of([(1, 2)] * 16)
     for ms in [2.0] * TRIAL_REPORTS:
-        trials.add(16, True, ms)
-    whole = [trials.add(16, False, 1.0) for _ in range(REPEAT_REPORTS)]
+        trials.add(bucket, True, ms)
+    whole = [trials.add(bucket, False, 1.0) for _ in range(REPEAT_REPORTS)]
     assert whole.count(True) == 1  # for the second trial
-    assert trials.splits(16)
-    assert trials.splits(64)
+    assert trials.splits(bucket)
+    assert trials.splits(bucket_of([(1, 2)] * 64))
+
+
+def test_batches_with_prompts_have_no_trials() -> None:
+    trials, mixed = SplitTrials(), bucket_of([(1, 2), (0, 30)])
+    assert not any(trials.add(mixed, is_split, 1.0) for is_split in [True] * 20 + [False] * 20)
+    assert trials.splits(mixed)
 
 
 def test_model_version_changes_at_most_once_per_report_interval() -> None:

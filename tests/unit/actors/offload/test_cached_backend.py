@@ -211,6 +211,10 @@ def test_expert_with_other_storage_format_is_rejected(
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     tensors[name] = tensors[name].to(torch.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}_scale_inv .* is not part of"):
+        check_checkpoint(folder)
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint = Checkpoint(folder)
     form = CheckpointFormat(checkpoint, check_checkpoint(folder), torch.float32)
     with pytest.raises(
