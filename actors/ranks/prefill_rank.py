@@ -56,9 +56,9 @@ from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
+from models.prediction.nearest_ids import NearestIds
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
-from models.spec.model import ModelSpec
 from planner.arrays import Ints
 from planner.placement.shuffling import share_tables, shuffled_order
 from planner.placement.slots import ExpertPlacement
@@ -91,7 +91,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
     work = work_of(shape_of(half.spec, half.dtype))
-    facts = BatchFacts(work, _first_order(spec, half.spec))
+    facts = BatchFacts(work, _first_order(spec, half))
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry, facts)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
@@ -136,7 +136,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
 
 
-def _first_order(spec: RankSpec, model: ModelSpec) -> Callable[[Sequence[int]], Ints] | None:
+def _first_order(spec: RankSpec, half: AttentionHalf) -> Callable[[Sequence[int]], Ints] | None:
     """Return the order of a shared batch's tokens in the first layer with experts, from a profile.
 
     Raises CheckpointError for a profile of another model or tokenizer.
@@ -145,11 +145,13 @@ def _first_order(spec: RankSpec, model: ModelSpec) -> Callable[[Sequence[int]], 
     path = Path(given) if given else folder / ROUTING
     if spec.config.prefill.experts != "shuffled" or not path.is_file():
         return None
+    model = half.spec
     first, counts = model.moe_layers[0], RoutingCounts.read(path, folder, model)
     routing = layer_routing(counts, first)
     holds_EW = ExpertPlacement(spec.placement).layer(first).held(model.num_experts)
     tables = share_tables(routing.counts, [(routing.sets_PK, holds_EW)])
-    return lambda ids: shuffled_order(tables.predict(np.array(ids), None))
+    nearest = NearestIds(half.embedding_VD, np.unique(routing.counts.ids_N))
+    return lambda ids: shuffled_order(tables.predict(nearest.replace(np.array(ids)), None))
 
 
 def _load_engine(path: str) -> Callable[[RankSpec], Rank]:

@@ -136,9 +136,9 @@ class AttentionHalf:
         self.dtype = dtype
         self.device = device
         outer = layout.outer_tensors(spec)
-        self._embed = loader.load(outer["embed"])
+        self.embedding_VD = loader.load(outer["embed"])
         self._final_norm = _load_norm(outer, "final_norm", loader)
-        head = loader.load(outer["head"]) if "head" in outer else self._embed
+        head = loader.load(outer["head"]) if "head" in outer else self.embedding_VD
         bias = loader.load(outer["head_bias"]) if "head_bias" in outer else None
         self._head = PackedLinear(head, bias)
         loader.finish_layer()
@@ -237,7 +237,7 @@ class AttentionHalf:
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
-        hidden_TD = functional.embedding(batch.token_ids_T, self._embed)
+        hidden_TD = functional.embedding(batch.token_ids_T, self.embedding_VD)
         scale = self.spec.embedding_scale
         return hidden_TD if scale == 1.0 else hidden_TD.mul_(scale)
 

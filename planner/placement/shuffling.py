@@ -105,10 +105,3 @@ def _divide(worker_T: Ints, gain_T: Floats, one: int, other: int) -> None:
     size = int(is_one.sum())
     worker_T[both[order[:size]]] = one
     worker_T[both[order[size:]]] = other
-
-
-def inverse_order(order_T: Ints) -> Ints:
-    """Return the position of each token in the order."""
-    inverse_T = np.empty_like(order_T)
-    inverse_T[order_T] = np.arange(len(order_T))
-    return inverse_T
