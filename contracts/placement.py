@@ -96,7 +96,7 @@ class PlacementState(msgspec.Struct, frozen=True, kw_only=True):
     placement: the one that all attention ranks use. newest: the largest generation received;
     under_way: the one being prepared. failures: generation → reason, of the latest failures.
     expert_bytes: of one expert of one layer; 0 if it needs no memory of its own. node: ranks with
-    an equal value share free_bytes.
+    an equal value share free_bytes. links: attention ranks that are linked.
     """
 
     placement: Placement
@@ -106,6 +106,7 @@ class PlacementState(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: int = 0
     free_bytes: int = 0
     node: str = ""
+    links: int = 0
 
 
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

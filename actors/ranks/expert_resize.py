@@ -79,7 +79,7 @@ class _Resizer:
     def place(self, expert_ranks: int) -> Placement | None:
         """Return the new placement, or None if another move was started at the same time."""
         self._introduce(wait_s=ANSWER_S)
-        reports = self._wait_until_idle()
+        reports = self._wait_until_ready()
         before = _newest(reports).placement
         if before.ranks == expert_ranks:
             return before
@@ -115,22 +115,24 @@ class _Resizer:
                 found[name] = answer.result()
         return found
 
-    def _wait_until_idle(self) -> dict[str, PlacementState]:
-        """Return the states once no transition is pending. Raises LaunchError."""
+    def _wait_until_ready(self) -> dict[str, PlacementState]:
+        """Return the states once all ranks are linked and idle. Raises LaunchError."""
         end_s = monotonic_s() + 2 * self._config.move_timeout_s
         while True:
             reports = self.answers(wait_s=ANSWER_S)
             if not reports:
                 raise LaunchError("no expert rank reports its state: none is in service")
-            under_way_now = [
-                each.under_way for each in reports.values() if each.under_way is not None
+            reasons = [
+                f"generation {each.under_way} of the placement is under way"
+                for each in reports.values()
+                if each.under_way is not None
+            ] or [
+                f"{n}: no attention rank is linked" for n, each in reports.items() if not each.links
             ]
-            if not under_way_now:
+            if not reasons:
                 return reports
             if monotonic_s() > end_s or self._closing.wait(POLL_S):
-                raise LaunchError(
-                    f"generation {under_way_now[0]} of the placement is under way: try again later"
-                )
+                raise LaunchError(f"{reasons[0]}: try again later")
 
     def _send_placement(self, names: Sequence[str], target: PlacementUpdate) -> str:
         """Send the placement to all ranks that are in service; return why one did not accept it."""

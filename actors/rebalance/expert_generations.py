@@ -147,6 +147,11 @@ class ExpertGenerations:
         return max([self._newest, *(peer.aborted_early for peer in list(self._peers.values()))])
 
     @property
+    def links(self) -> int:
+        """The number of attention ranks that are linked."""
+        return len(self._peers)
+
+    @property
     def due_s(self) -> float | None:
         """Time at which `poll` is due."""
         loading = self._next is not None and self._next.stage is TransitionStage.LOADING

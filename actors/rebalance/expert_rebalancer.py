@@ -156,6 +156,7 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
             expert_bytes=self._loader.expert_bytes,
             free_bytes=free_bytes,
             node=node,
+            links=self._machine.links,
         )
 
     def _propose(self, proposed: _Proposal) -> None:

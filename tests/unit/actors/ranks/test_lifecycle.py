@@ -16,7 +16,7 @@ from actors.channels.endpoint import Endpoint
 from actors.ranks import expert_resize, rank
 from actors.ranks.expert_resize import RunningRank, place_experts
 from actors.ranks.rank import IN_TRANSIT_S, SETTLING_S, PeerConnector, RankDrain
-from contracts.config import TandemConfig
+from contracts.config import PlacementConfig, TandemConfig
 from contracts.errors import ChannelError, HandshakeError, LaunchError
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.ranks import RankReady
@@ -152,7 +152,7 @@ class Expert:
     def __init__(self, name: str) -> None:
         placement = contiguous(4, 2, num_layers=1, moe_layers=[0])
         self.ready = RankReady(name=name, channel_address="", pid=id(self))
-        self.report = PlacementState(placement=placement, newest=0)
+        self.report = PlacementState(placement=placement, newest=0, links=1)
         self.rounds = 0
         self.received: list[int] = []
 
@@ -180,6 +180,21 @@ class Expert:
         return self.report
 
 
+class Unlinked(Expert):
+    """Without an attention rank for some polls, as a rank that has just started."""
+
+    def placed(self) -> PlacementState:
+        self.rounds += 1
+        links = int(self.rounds > ROUNDS_UNDER_WAY)
+        return msgspec.structs.replace(self.report, links=links)
+
+    def place(self, wanted: PlacementUpdate) -> None:
+        assert self.rounds > ROUNDS_UNDER_WAY
+        self.report = msgspec.structs.replace(
+            self.report, placement=wanted.placement, newest=wanted.placement.generation
+        )
+
+
 class Silent(Expert):
     """Accepts a placement without an answer."""
 
@@ -197,6 +212,19 @@ def test_rank_that_does_not_acknowledge_is_named_in_the_failure(
     with pytest.raises(LaunchError, match=r"^1 expert ranks: expert-0 did not receive its experts"):
         place_experts(lambda: [RunningRank(e.ready, e) for e in ranks], 1, TandemConfig())
     assert all(e.report.newest == 1 and e.rounds > ROUNDS_UNDER_WAY for e in ranks)
+
+
+def test_resize_waits_until_each_rank_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_resize, "POLL_S", 0.001)
+    ranks = [Unlinked("expert-0"), Unlinked("expert-1")]
+    found = place_experts(lambda: [RunningRank(e.ready, e) for e in ranks], 1, TandemConfig())
+    assert found.ranks == 1
+    brief = TandemConfig(placement=PlacementConfig(move_timeout_s=0.1))
+    never = Expert("expert-0")
+    never.report = msgspec.structs.replace(never.report, links=0)
+    both = [never, Expert("expert-1")]
+    with pytest.raises(LaunchError, match="expert-0: no attention rank is linked: try again later"):
+        place_experts(lambda: [RunningRank(e.ready, e) for e in both], 1, brief)
 
 
 HOLES = """
