@@ -96,7 +96,8 @@ def _add_sizes(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_gating_func(2)  # sigmoid
+        kinds = importlib.import_module("gguf").ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SIGMOID)
 
 
 def _add_vocabulary(writer: Any, size: int) -> None:
