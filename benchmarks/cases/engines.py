@@ -3,7 +3,7 @@ and `transformers`, with all cores for each engine, interleaved in one run.
 
     pip install -e '.[bench,engines]' && python -m benchmarks engines --dtype bfloat16
 
-llama.cpp takes part with the medium model, if its packages are installed, and OpenVINO with
+llama.cpp takes part with the medium models, if its packages are installed, and OpenVINO with
 `--openvino` (benchmarks/support/openvino_side.py). `transformers` runs its fastest implementation
 of each phase.
 """
@@ -29,7 +29,12 @@ from benchmarks.support.llama_cpp import LlamaCpp, write_gguf
 from benchmarks.support.model_work import Rates, one_pass
 from benchmarks.support.openvino_side import OpenVino
 from benchmarks.support.others import wait_for_idle
-from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.support.random_checkpoint import (
+    MEDIUM,
+    MEDIUM_GLM4_MOE,
+    MEDIUM_OLMOE,
+    write_random_checkpoint,
+)
 from benchmarks.support.sides import DECODE_STEPS, Implementation, Ours, Theirs
 from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
@@ -38,6 +43,7 @@ from models.spec.model import ModelSpec, read_spec
 from tests.support.local_group import LocalGroup
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
+MODELS = {"medium": MEDIUM, "medium_olmoe": MEDIUM_OLMOE, "medium_glm4_moe": MEDIUM_GLM4_MOE}
 # Rows and tokens of each.
 PHASES = {
     "decode, 16 streams": (16, 32),
@@ -80,7 +86,7 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
         for engine in RANKS:
             group = opened.enter_context(LocalGroup(str(folder), _config(options, engine)))
             sides[engine] = await _ours(group)
-        if options.model == "medium" and importlib.util.find_spec("xllamacpp"):
+        if options.model in MODELS and importlib.util.find_spec("xllamacpp"):
             path = write_gguf(folder, folder.parent / "model.gguf", dtype)
             cores = os.cpu_count() or 1
             sides["llama.cpp"] = LlamaCpp(path, threads=cores, streams=16, context=1024)
@@ -115,7 +121,7 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
     for phase, row in summary.items():
         row["limit"] = _limit(spec, dtype, phase, rates)
         row["implementation"] = ", ".join(fastest[phase])
-    settings = {"model_config": MEDIUM if options.model == "medium" else "models/bundled"}
+    settings = {"model_config": MODELS.get(options.model, "models/bundled")}
     settings |= {"one_core": rates._asdict()}
     return Measured(samples, summary, settings, f"_{options.model}_{options.dtype}")
 
@@ -199,13 +205,13 @@ def measure(options: argparse.Namespace) -> Measured:
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = BUNDLED
-        if options.model == "medium":
-            folder = write_random_checkpoint(Path(scratch) / "model", MEDIUM)
+        if options.model in MODELS:
+            folder = write_random_checkpoint(Path(scratch) / "model", MODELS[options.model])
         return asyncio.run(_measure(options, folder, rates))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=("medium", "bundled"), default="medium")
+    parser.add_argument("--model", choices=(*MODELS, "bundled"), default="medium")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--openvino", type=Path, help="python with optimum-intel, openvino-genai")

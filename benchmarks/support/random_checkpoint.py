@@ -73,6 +73,30 @@ MEDIUM_SHARED: dict[str, Any] = {
     "bos_token_id": 0,
 }
 
+# MEDIUM's size in OLMoE's shape: a norm of the whole projection, as many KV heads as query heads.
+MEDIUM_OLMOE: dict[str, Any] = MEDIUM | {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_key_value_heads": 8,
+    "intermediate_size": 256,
+    "norm_topk_prob": False,
+}
+
+# MEDIUM's size in GLM-4.5's shape: half rope, biases, a sigmoid router, a dense first layer.
+MEDIUM_GLM4_MOE: dict[str, Any] = MEDIUM | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+
 
 def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
     """A folder with config.json and one shard per layer. Norms are ones, the rest is normal."""
