@@ -144,6 +144,18 @@ _DOTS1 = _like(
     default_top_k=None,
 )
 
+_MIMO_V2_FLASH = _like(
+    _DEEPSEEK_V3, "mimo_v2_flash", "MiMoV2Flash", num_experts_keys=("n_routed_experts",),
+    attention="grouped", has_output_bias=False, rotary_fraction=0.334, rope_kinds=("default",),
+    sinks=True, sink_names=("attention_sink_bias", "sinks"), windows="sixths", windows_differ=True,
+    default_window=129, default_value_dim=128, value_scale=("attention_value_scale", 0.707),
+    dense="types", first_moe_key=None, default_first_moe=1, shared=(), shared_key=None,
+    default_routed_scale=1.0, default_groups=(1, 1), has_prediction_layers=False,
+    required=(("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True)),
+    ignored=(r"^model\.mtp\.",), default_kv_heads=4, default_head_dim=192,
+    default_rope_theta=5_000_000.0, default_rms_norm_eps=1e-5,
+)
+
 _EXAONE_MOE = _like(
     _DEEPSEEK_V3, "exaone_moe", "ExaoneMoe", num_experts_keys=("num_experts",), attention="grouped",
     qk_norm="head", bias_key=None, windows="periodic", window_period=("sliding_window_pattern", 4),
@@ -251,7 +263,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _MIXTRAL, _MINIMAX_M2, _PHIMOE, _GRANITE_MOE,
         _GRANITE_MOE_SHARED, _DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _GLM4_MOE, _GLM4_MOE_LITE,
-        _SOLAR_OPEN, _DOTS1, _EXAONE_MOE, _ERNIE4_5_MOE, _HUNYUAN_V1_MOE, _AFMOE, _LLAMA4, _GPT_OSS,
-        _QWEN3_NEXT, _QWEN3_5_MOE, _DEEPSEEK_V32, _GLM_MOE_DSA,
+        _SOLAR_OPEN, _DOTS1, _MIMO_V2_FLASH, _EXAONE_MOE, _ERNIE4_5_MOE, _HUNYUAN_V1_MOE, _AFMOE,
+        _LLAMA4, _GPT_OSS, _QWEN3_NEXT, _QWEN3_5_MOE, _DEEPSEEK_V32, _GLM_MOE_DSA,
     )
 }

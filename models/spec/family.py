@@ -42,9 +42,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     that rope rotates are side by side. `rotary_fraction`: default of the part of a head that rope
     rotates; None: all of it. `windows`: which layers have one: `all` (if the field
     `window_switch_key` is true), `none`, `later` (from max_window_layers on), `periodic` (by
-    default all but each one at a multiple of `window_period`), or `chunks` (Llama 4's, which see
-    only their own chunk). `default_window`: its default. `ropes_windows_only`: other layers have no
-    rope.
+    default all but each one at a multiple of `window_period`), `sixths` (so with 6, and not the
+    first), or `chunks` (Llama 4's, which see only their own chunk). `default_window`: its default.
+    `ropes_windows_only`: other layers have no rope. `windows_differ`: layers with a window have
+    twice the KV heads, sinks, and a rope of their own. `default_value_dim`: default of the size of
+    values if that is not a key's; `value_scale`: field of a factor of values, and its default.
 
     States. `recurrent`: the family has gated delta net layers, and no windows; how they store their
     projections. `gates_queries`: gates of attention's output are stored with the queries.
@@ -95,11 +97,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim_key: str | None = None
     rope_alpha: bool = False
     rope_kinds: Names = SUPPORTED_ROPE
-    windows: Literal["all", "none", "later", "periodic", "chunks"] = "all"
+    windows: Literal["all", "none", "later", "periodic", "chunks", "sixths"] = "all"
     window_switch_key: str | None = None
     window_period: tuple[str, int] = ("", 0)
     default_window: int | None = None
     ropes_windows_only: bool = False
+    windows_differ: bool = False
+    default_value_dim: int = 0
+    value_scale: tuple[str, float] | None = None
     default_rope_theta: float = 10_000.0
     default_rms_norm_eps: float = 1e-6
     top_k_keys: Names = ("num_experts_per_tok",)
@@ -129,6 +134,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str | None = None
     router_bias: str | None = None
     sinks: bool = False
+    sink_names: Names = ("sinks",)
     norm_rounds_once: bool = False
     default_attention_bias: bool = False
     needs_rope_parameters: bool = False

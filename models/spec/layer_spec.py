@@ -45,7 +45,7 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windo
     """Return each layer's window, None for full attention or none. Raises CheckpointError."""
     if family.recurrent or family.indexer:
         return (None,) * num_layers
-    if family.windows in ("periodic", "later", "chunks"):
+    if family.windows in ("periodic", "later", "chunks", "sixths"):
         return _by_layer_types(config, family, num_layers)
     windows = _one_window(config, family, num_layers)
     types, kind = config.raw("layer_types"), _FULL if windows[0] is None else _SLIDING
@@ -97,6 +97,8 @@ def _by_layer_types(config: ConfigFields, family: Family, num_layers: int) -> Wi
     if kind not in types:
         return (None,) * num_layers
     window = config.positive_int(key, default=family.default_window)
+    if family.windows == "sixths" and config.has("sliding_window_size"):  # beside the token itself
+        window = config.positive_int("sliding_window_size") + 1
     return tuple(window if each == kind else None for each in types)
 
 
@@ -108,6 +110,8 @@ def _default_slides(config: ConfigFields, family: Family, num_layers: int) -> li
         has_window = not config.is_null("sliding_window")
         return [has_window and layer >= first for layer in range(num_layers)]
     key, period = family.window_period
+    if family.windows == "sixths":
+        return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(num_layers)]
     if key:
         period = config.positive_int(key, default=period)
     return [(layer + 1) % period != 0 for layer in range(num_layers)]
@@ -238,11 +242,13 @@ def _refuse_others(config: ConfigFields, family: Family) -> None:
     """Refuse settings of the original files that `transformers` does not implement."""
     second = family.routing == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
-    allowed = {
+    allowed: dict[str, tuple[object, ...]] = {
         "topk_method": methods,
         "scoring_func": ("softmax",) if second else ("sigmoid",),
         "moe_layer_freq": (1,),
     }
+    if family.windows_differ:
+        del allowed["moe_layer_freq"]  # by layer: window_layers.check_agreement
     for key, values in allowed.items():
         if config.has(key) and config.raw(key) not in values:
             known = ", ".join(str(value) for value in values)

@@ -67,20 +67,23 @@ def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
+    """Return q [H*d, D], k [G*d, D], v [G*v, D], o [D, H*v] of a layer, and their norms."""
     if spec.latent is not None:
         return _latent_tensors(spec, spec.latent, layer)
     at = f"model.layers.{layer}"
     D, d = spec.hidden_size, spec.head_dim
-    q, kv = spec.num_heads * d, spec.num_kv_heads * d
+    q, kv = spec.num_heads * d, spec.kv_heads(layer) * d
+    values, attended = spec.kv_heads(layer) * spec.value_dim, spec.num_heads * spec.value_dim
     weight_specs = {}
     stored_q = 2 * q if spec.family.gates_queries else q
-    for role, rows, columns in (("q", stored_q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
+    sizes = (("q", stored_q, D), ("k", kv, D), ("v", values, D), ("o", D, attended))
+    for role, rows, columns in sizes:
         weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias and (role != "o" or spec.family.has_output_bias):
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
-    if spec.family.sinks:
-        weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
+    if spec.has_sinks(layer):
+        names = tuple(f"{at}.self_attn.{name}" for name in spec.family.sink_names)
+        weight_specs["sinks"] = WeightSpec(names, (spec.num_heads,))
     if spec.family.sandwich_norm:
         weight_specs["out_norm"] = _one(f"{at}.post_attention_layernorm.weight", D)
     if spec.family.gates_attention:

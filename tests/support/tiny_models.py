@@ -98,6 +98,7 @@ _CLASSES = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "afmoe": "Afmoe",
     "llama4_text": "Llama4",
+    "mimo_v2_flash": "MiMoV2Flash",
 }
 _SCORED = {
     "n_routed_experts": 9,
@@ -128,6 +129,14 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
               "num_dense_layers": 1, "sliding_window": 11, "global_attn_every_n_layers": 2,
               "mup_enabled": True, "route_scale": 1.3},
+    "mimo_v2_flash": {"n_routed_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
+                      "num_key_value_heads": 1, "v_head_dim": 9, "sliding_window": 11,
+                      "layer_types": ["full_attention", *["sliding_attention"] * 2],
+                      "rope_parameters": {
+                          kind: {"rope_type": "default", "rope_theta": theta,
+                                 "partial_rotary_factor": 0.34}
+                          for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e4))
+                      }},
     "llama4_text": {"num_local_experts": 7, "num_experts_per_tok": 1, "intermediate_size": 20,
                     "intermediate_size_mlp": 56, "interleave_moe_layer_step": 2,
                     "num_hidden_layers": 4, "no_rope_layer_interval": 2,
