@@ -440,6 +440,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        return plain / torch.tensor(rope.divisors)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":

@@ -69,7 +69,7 @@ _MINIMAX_M2 = _like(
 _PHIMOE = _like(
     _MIXTRAL, "phimoe", "Phimoe", router=(f"{_SPARSE}.gate.weight", f"{_MLP}.router.weight"),
     bias_key="attention_bias", routing="sparsemixer", layer_norm=True, head_bias_key="lm_head_bias",
-    rope_kinds=("default",), required=(("num_experts_per_tok", 2),),
+    rope_kinds=("default", "longrope"), required=(("num_experts_per_tok", 2),),
 )
 
 _GRANITE_MOE = _like(
@@ -212,7 +212,8 @@ _LLAMA4 = Family(
     bias_key="attention_bias", windows="chunks", default_window=8192, routing="scored",
     weighs_input=True, default_norm_topk=False, required=(("num_experts_per_tok", 1),),
     dense="step", mlp="feed_forward", shared=(f"{_LAYER}.feed_forward.shared_expert",),
-    shared_size_key="intermediate_size", default_kv_heads=8, default_head_dim=128, default_top_k=1,
+    shared_size_key="intermediate_size", ignored=(r"^vision_model\.", r"^multi_modal_projector\."),
+    with_vision="llama4", default_kv_heads=8, default_head_dim=128, default_top_k=1,
     default_rope_theta=500_000.0, default_rms_norm_eps=1e-5,
 )
 
@@ -256,6 +257,7 @@ _QWEN3_5_MOE = _like(
     always_norm_topk=True,
     default_top_k=8,
     ignored=(r"^mtp\.", r"^model\.visual\."),
+    with_vision="qwen3_5_moe",
 )
 
 FAMILIES: dict[str, Family] = {

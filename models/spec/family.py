@@ -67,7 +67,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     multiplied by the root of their size if the field is true. `layer_norm`: norms are LayerNorms.
     `sandwich_norm`: outputs of attention and MLP are normed too. `required`: fields of which one
     value is supported. `ignored`: names, as regular expressions, of tensors that the logits do not
-    need; `has_prediction_layers`: nor those of layers past num_hidden_layers.
+    need; `has_prediction_layers`: nor those of layers past num_hidden_layers. `with_vision`: name
+    of the model of which this is the text model.
     """
 
     model_type: str
@@ -148,3 +149,4 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     required: tuple[tuple[str, object], ...] = ()
     ignored: Names = ()
     has_prediction_layers: bool = False
+    with_vision: str | None = None

@@ -278,7 +278,7 @@ def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int
     return groups, kept
 
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,6 +287,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the softmax scale
     of latent attention (DeepSeek's mscale_all_dim, squared). Dynamic NTK scaling only affects
     positions beyond max_position_embeddings, our longest context, and is read as `default`.
+    `divisors`: longrope's, of the frequency of each pair, in the original context.
     """
 
     theta: float
@@ -300,6 +301,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     @property
     def context_tokens(self) -> int:
@@ -360,7 +362,26 @@ def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
             low_freq_factor=scaling.number("low_freq_factor"),
             high_freq_factor=scaling.number("high_freq_factor"),
         )
+    if kind == "longrope":
+        return _longrope(scaling, theta, original, head_dim // 2)
     return _yarn(scaling, theta, original, longest)
+
+
+def _longrope(scaling: ConfigFields, theta: float, original: int, pairs: int) -> RopeSpec:
+    """Read longrope's factors of contexts up to the original one."""
+    divisors = scaling.raw("short_factor")
+    are_numbers = isinstance(divisors, list) and all(
+        type(each) in (int, float) for each in divisors
+    )
+    if not are_numbers or len(divisors) != pairs or min(divisors) <= 0:
+        raise scaling.error("short_factor", f"expected {pairs} positive numbers, got {divisors!r}")
+    return RopeSpec(
+        theta=theta,
+        kind="longrope",
+        original_context_tokens=original,
+        attention_factor=scaling.number("short_mscale"),
+        divisors=tuple(float(each) for each in divisors),
+    )
 
 
 def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:

@@ -245,9 +245,21 @@ def _read_config(folder: Path) -> ConfigFields:
 
 
 def _text_fields(config: ConfigFields) -> ConfigFields:
-    """Return the fields of the text model of a model with vision, else all."""
-    is_known = config.section("text_config").raw("model_type") in FAMILIES
-    return config.with_section("text_config") if is_known else config
+    """Return the fields of the text model of a model with vision, else all.
+
+    Raises CheckpointError for a text model beside another model than its own.
+    """
+    family = FAMILIES.get(str(config.section("text_config").raw("model_type")))
+    if family is None:
+        return config
+    whole = config.raw("model_type")
+    if whole is None or whole != family.with_vision:
+        known = ", ".join(each.with_vision for each in FAMILIES.values() if each.with_vision)
+        raise config.error(
+            "model_type",
+            f"{whole!r} around {family.model_type!r} is not supported; with vision: {known}",
+        )
+    return config.with_section("text_config")
 
 
 def _family(config: ConfigFields) -> Family:
@@ -376,7 +388,12 @@ def _clamp(config: ConfigFields) -> ClampSpec:
 
 
 def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
-    """Return the larger of max_position_embeddings and YaRN's context: recipes change only one."""
+    """Return the larger of max_position_embeddings and YaRN's context: recipes change only one.
+
+    Longrope's factors depend on the longest sequence of a batch beyond the original context.
+    """
+    if rope.kind == "longrope":
+        return min(config.positive_int("max_position_embeddings"), rope.original_context_tokens)
     return max(config.positive_int("max_position_embeddings"), rope.context_tokens)
 
 

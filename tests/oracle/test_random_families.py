@@ -27,6 +27,8 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}  # fmt: skip
 _ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "long_mscale": 1.3,
+         "original_max_position_embeddings": 64}  # fmt: skip
 _ROPES = [
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "default", "rope_theta": 5e5},
@@ -83,7 +85,7 @@ DRAWN: dict[str, Fields] = {
     "phimoe": {
         **_HEADS, **_BIASES, "num_local_experts": [3, 8], "num_experts_per_tok": [2, 1],
         "router_jitter_noise": [0.01, 0.3], "lm_head_bias": [True, False],
-        "sliding_window": [None, 9], "rope_parameters": _ROPES[:2],
+        "sliding_window": [None, 9], "rope_parameters": [*_ROPES[:2], _LONG],
     },
     "granitemoe": _GRANITE,
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": [0, 12]},
@@ -152,6 +154,10 @@ def drawn(family: str, seed: int) -> dict[str, Any]:
         overrides.update(zip(names, value if len(names) > 1 else (value,), strict=True))
     if family in ("granitemoe", "granitemoeshared", "olmoe"):  # heads of hidden_size / heads
         overrides["head_dim"] = overrides["hidden_size"] // overrides["num_attention_heads"]
+    rope, pairs = overrides["rope_parameters"], overrides.get("head_dim", 0) // 2
+    if rope.get("rope_type") == "longrope":
+        rope["short_factor"] = [1.0 + 0.2 * chance.random() for _ in range(pairs)]
+        rope["long_factor"] = [2.0 + chance.random() for _ in range(pairs)]
     return overrides
 
 

@@ -211,10 +211,8 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
     """The `transformers` model in float32, evaluation mode; norms and biases are random too."""
     import transformers
 
-    suffix = "TextConfig" if family.endswith("_text") else "Config"
-    config_class = getattr(transformers, f"{_CLASSES[family]}{suffix}")
     model_class = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")
-    config = config_class(**{**_COMMON, **_FAMILY[family], **overrides})
+    config = text_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).eval()
@@ -230,6 +228,15 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)
     return model
+
+
+def text_config(family: str, **overrides: Any) -> Any:
+    """Return the `transformers` configuration of a tiny model."""
+    import transformers
+
+    suffix = "TextConfig" if family.endswith("_text") else "Config"
+    config_class = getattr(transformers, f"{_CLASSES[family]}{suffix}")
+    return config_class(**{**_COMMON, **_FAMILY[family], **overrides})
 
 
 def _spell_as_before(path: Path) -> None:
