@@ -33,7 +33,7 @@ from models.decoder.attention import (
     decodes_at_once,
 )
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
-from models.decoder.delta_net import GatedDeltaNet
+from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
 from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.router import ExpertRouter, RoutedTokens
@@ -118,8 +118,10 @@ def _mixer(
     kind = GroupedQueryAttention if spec.latent is None else LatentAttention
     if spec.indexer is not None:
         kind = SparseLatentAttention
-    mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
-    return mixer(spec, layer, loader)
+    if spec.recurrent is not None and layer in spec.recurrent_layers:
+        is_kimi = spec.recurrent.kind == "by_row"
+        return (KimiDeltaAttention if is_kimi else GatedDeltaNet)(spec, layer, loader)
+    return kind(spec, layer, loader)
 
 
 def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:

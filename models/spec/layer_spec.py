@@ -56,6 +56,8 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windo
 
 def read_unrotated(config: ConfigFields, family: Family, windows: Windows) -> tuple[int, ...]:
     """Return the layers without rope, ascending. Raises CheckpointError."""
+    if not family.has_rope:
+        return tuple(range(len(windows)))
     if family.windows == "chunks":
         return tuple(n for n, rope in enumerate(_rope_flags(config, len(windows))) if not rope)
     if not family.ropes_windows_only:
@@ -169,8 +171,9 @@ def read_latent(config: ConfigFields, family: Family, num_heads: int) -> LatentS
             f"latent attention needs as many as num_attention_heads={num_heads}",
         )
     q_rank = None
-    if not config.is_null("q_lora_rank"):
-        q_rank = config.positive_int("q_lora_rank", default=family.default_q_rank)
+    default_q_rank = family.default_q_rank or None
+    if config.has("q_lora_rank") or (not config.is_null("q_lora_rank") and default_q_rank):
+        q_rank = config.positive_int("q_lora_rank", default=default_q_rank)
     halves = config.is_null("rope_interleave")
     latent = LatentSpec(
         kv_rank=config.positive_int("kv_lora_rank"),

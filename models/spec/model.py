@@ -176,6 +176,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     """Return the spec of a config.json's fields. Raises CheckpointError."""
     config = _text_fields(config)
     family = _family(config)
+    config = config.renamed(family.aliases)
     _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
     num_heads = config.positive_int("num_attention_heads")
@@ -296,6 +297,8 @@ def _ropes(
     if family.windows_differ:
         rope, own, rotated = read_ropes(config, family, head_dim)
         return rope, rotated, WindowLayersSpec(kv_heads=2 * kv_heads, rope=own)
+    if not family.has_rope:
+        return RopeSpec(theta=family.default_rope_theta), latent.rope_dim if latent else 0, None
     rope, most = _rope(config, family, head_dim), head_dim if latent is None else latent.rope_dim
     return rope, read_rotary_dim(config, family, most), None
 

@@ -161,6 +161,18 @@ _WITH_STATES = {
 }
 for _family in _STATES:
     _FAMILY[_family] = _WITH_STATES
+_CLASSES["kimi_linear"] = "KimiLinear"
+_FAMILY["kimi_linear"] = {
+    **{key: value for key, value in _LATENT.items() if key != "head_dim"},
+    "num_experts": 9,
+    "q_lora_rank": None,
+    "num_hidden_layers": 4,
+    "layer_types": _WITH_STATES["layer_types"],
+    "linear_num_heads": 3,
+    "linear_head_dim": 10,
+    "routed_scaling_factor": 1.3,
+    "pad_token_id": 0,
+}
 _CLASSES |= {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
 _FAMILY["deepseek_v32"] = {
     **_FAMILY["deepseek_v3"],
