@@ -186,6 +186,7 @@ _FAMILY["glm_moe_dsa"] = {
     "topk_group": 1,
     "indexer_types": ["full", "shared", "full"],
 }
+ALL_FAMILIES = tuple(_FAMILY)
 
 
 def make_tiny_checkpoint(
