@@ -104,7 +104,7 @@ class GatedDeltaNet:
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Has decays and gates of the output from products of low rank."""
+    """Delta attention whose decays and gates of the output are products of low rank."""
 
     def _load_inputs(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
         roles = ("q", "k", "v")
