@@ -296,18 +296,17 @@ def attention_steps(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Steps[Tensor]:
-    """Return [T, H, d]; a step is a tile, or a group of short sequences.
+    """Return [T, H, dim of a value]; a step is a tile, or a group of short sequences.
 
     The new k and v must already be in the pool. sinks_H: a score per head that counts in the
     softmax without a value.
     """
     if plan.packed is not None:
         return attend_packed(q_THd, k_TGd, v_TGd, k_pool_PGd, v_pool_PGd, plan.packed, scale)
-    T, H, d = q_THd.shape
-    G = k_TGd.shape[1]
-    out_THd = torch.empty(T, H, d, dtype=q_THd.dtype, device=q_THd.device)
+    (T, H, d), (G, v) = q_THd.shape, v_TGd.shape[1:]
+    out_THd = torch.empty(T, H, v, dtype=q_THd.dtype, device=q_THd.device)
     q_TGRd = q_THd.view(T, G, H // G, d)
-    out_TGRd = out_THd.view(T, G, H // G, d)
+    out_TGRd = out_THd.view(T, G, H // G, v)
     sinks_GR = None if sinks_H is None else sinks_H.view(G, H // G)
     for part in plan.prefill:
         rows = slice(part.first, part.first + part.count)
@@ -322,7 +321,7 @@ def attention_steps(
         B = group.rows_B.shape[0]
         q_BGRd = q_TGRd.index_select(0, group.rows_B)
         k_BGSd = take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
-        v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
+        v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, v).transpose(1, 2)
         attended = _decode(q_BGRd, k_BGSd, v_BGSd, group.mask, scale, sinks_GR)
         out_TGRd.index_copy_(0, group.rows_B, attended)
         yield

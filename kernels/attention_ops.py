@@ -261,7 +261,7 @@ def attend(
 
 # --- the attention half of a layer
 
-LAYER_FIELDS: Final = 26
+LAYER_FIELDS: Final = 27
 TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD = 20, 21, 23
 PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
@@ -280,38 +280,40 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
     the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
     are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
-    limit of q, k and v (0: none). batch: int64 T; addresses of hidden, cos, sin, slots, entries
-    (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and weights
-    [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's output [T, D], of
-    the experts' input [T, D], if it is weighed, and of float32 factors of queries [T] (0: none).
+    limit of q, k and v (0: none); size of a value. batch: int64 T; addresses of hidden, cos, sin,
+    slots, entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D],
+    ids and weights [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's
+    output [T, D], of the experts' input [T, D], if it is weighed, and of float32 factors of queries
+    [T] (0: none).
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
         window, router_kind, router, router_bias, rule, top_k, weighs, latent, _, norm_kind, limit,
+        v,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
         T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale, _,
         weighed, factors,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
-    wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
+    wide, eps, row = is_wide != 0, float_of_bits(eps_bits), (H + G) * d + G * v
     size = 4 if wide else 2
-    x = np.empty(1 + T * max(D, H * d), np.float32)
-    fresh = np.empty(1 + T * max(D, all_heads * d), np.float32)
+    x = np.empty(1 + T * max(D, H * v), np.float32)
+    fresh = np.empty(1 + T * max(D, row), np.float32)
     qk = np.empty(1 + T * (H + G) * d, np.float32)
     x_at, fresh_at, qk_at = address_of(x), address_of(fresh), address_of(qk)
     rms_norm(wide, hidden, D, norm, x_at, T, D, eps, once != 0)
     if latent:
         _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
     else:
-        multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
+        multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, row)
         if norm_kind == PROJECTION_NORM:
             for first, heads in ((0, H), (H, G)):
                 at, weight = fresh_at + first * d * size, qk_norm + first * d * size
-                rms_norm(wide, at, all_heads * d, weight, at, T, heads * d, eps, False)
+                rms_norm(wide, at, row, weight, at, T, heads * d, eps, False)
         if limit:
-            clip(wide, fresh_at, T * all_heads * d, float_of_bits(limit))
+            clip(wide, fresh_at, T * row, float_of_bits(limit))
         norm_and_rope(
-            wide, fresh_at, all_heads * d, d, 0 if norm_kind else qk_norm, cos, sin, qk_at,
+            wide, fresh_at, row, d, 0 if norm_kind else qk_norm, cos, sin, qk_at,
             (H + G) * d, d, T, H + G, d, eps,
         )  # fmt: skip
         if norm_kind == TURNED_NORM:
@@ -323,12 +325,12 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
             scale_rows(wide, qk_at, (H + G) * d, factors, qk_at, (H + G) * d, T, H * d)
         keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
         write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
-        write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
+        write_rows(size, values, row, slots, v_pool, T, G * v)
         attend(
-            pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * d, x_at, entries, T, H, G, d,
-            d, window, float_of_bits(scale), sinks,
+            pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * v, x_at, entries, T, H, G, d,
+            v, window, float_of_bits(scale), sinks,
         )  # fmt: skip
-    multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
+    multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * v, D)
     add_rows(wide, hidden, fresh_at, T, D)
     rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
     if top_k:

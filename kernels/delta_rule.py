@@ -1,9 +1,10 @@
-"""Gated delta net of the CPU, compiled: convolution, recurrence and gated norm of a layer.
+"""Gated delta net and Kimi's delta attention of the CPU, compiled: a layer but its projections.
 
 Each sequence is computed token by token by itself, so its bits depend neither on the batch nor on
 how a prompt is cut. Numbers are float32 or bfloat16 (`wide` False), and computed in float32.
 
-Shapes: T rows, G key heads, R value heads per key head, k and v their dims, w = 2k + R v.
+Shapes: T rows, G key heads, R value heads per key head, k and v their dims, w = 2k + R v, A decays
+of a key head: R, or k, one for each row of a state (R = 1).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kernels.compiled import (
 )
 from kernels.thread_pool import register_part, run_parts
 
-LAYER_FIELDS: Final = 11
+LAYER_FIELDS: Final = 12
 CALL_FIELDS: Final = 4
 ENTRY_COLUMNS: Final = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -41,6 +42,11 @@ def _rounded(wide: bool, x: Any) -> Any:
 @compiled
 def _silu(x: Any) -> Any:
     return x / (_ONE + exp(-x))
+
+
+@compiled
+def _soften(x: Any) -> Any:
+    return x if x > _LINEAR else np.float32(np.log1p(exp(x)))
 
 
 @compiled
@@ -69,13 +75,13 @@ def _convolve(wide: bool, window: Any, weight: Any, mixed: Any) -> None:
 
 @compiled
 def _step(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, read: Any, out: Any) -> None:
-    """Decay the state [k, v], correct what it answers to k towards v, and read it at q."""
+    """Decay rows of the state [k, v], correct what it answers to k towards v, and read it at q."""
     keys, values = state.shape
     for j in range(values):
         read[j] = out[j] = _ZERO
     for i in range(keys):
         for j in range(values):
-            state[i, j] *= decay
+            state[i, j] *= decay[i]
             read[j] += state[i, j] * k[i]
     for j in range(values):
         read[j] = (v[j] - read[j]) * beta
@@ -91,15 +97,17 @@ def _advance_part(args: int, begin: int, end: int) -> None:
     if begin >= end:
         return
     layer, x, entries, out = carray(int64_at(args), (CALL_FIELDS,))
-    is_wide, G, R, K, V, taps, conv, rates, biases, norm, eps_bits = carray(
+    is_wide, G, R, K, V, taps, conv, rates, biases, norm, eps_bits, by_row = carray(
         int64_at(layer), (LAYER_FIELDS,)
     )
+    A = K if by_row else R
     wide, size, w, eps = is_wide != 0, 4 if is_wide else 2, 2 * K + R * V, float_of_bits(eps_bits)
     per_head = w + R * V
-    row = G * (per_head + 2 * R)  # elements of a row of x
+    row = G * (per_head + R + A)  # elements of a row of x
     table = carray(int64_at(entries), (end, ENTRY_COLUMNS))
     weight, window = np.empty((taps, w), np.float32), np.empty((taps, w), np.float32)
-    mixed, gates = np.empty(w, np.float32), np.empty(2 * R, np.float32)
+    mixed, gates = np.empty(w, np.float32), np.empty(R + A, np.float32)
+    decay = np.empty(K, np.float32)
     q, k = mixed[:K], mixed[K : 2 * K]
     rows_V = np.empty((4, V), np.float32)
     read, result, z, norm_V = rows_V[0], rows_V[1], rows_V[2], rows_V[3]
@@ -111,7 +119,7 @@ def _advance_part(args: int, begin: int, end: int) -> None:
         read_numbers(wide, conv + g * taps * w * size, taps * w, weight.ravel())
         read_numbers(wide, kept, (taps - 1) * w, window.ravel())
         rate_R = carray(float32_at(rates + g * R * 4), (R,))
-        bias_R = carray(float32_at(biases + g * R * 4), (R,))
+        bias_A = carray(float32_at(biases + g * A * 4), (A,))
         for t in range(first, first + count):
             at = x + t * row * size
             read_numbers(wide, at + g * per_head * size, w, window[taps - 1])
@@ -121,21 +129,28 @@ def _advance_part(args: int, begin: int, end: int) -> None:
             for i in range(K):
                 q[i] *= q_scale
                 k[i] *= k_scale
-            read_numbers(wide, at + (G * per_head + g * 2 * R) * size, 2 * R, gates)
+            read_numbers(wide, at + (G * per_head + g * (R + A)) * size, R + A, gates)
             for r in range(R):
                 state = carray(float32_at(states + (g * R + r) * K * V * 4), (K, V))
                 beta = _rounded(wide, _ONE / (_ONE + exp(-gates[r])))
-                sum_ = gates[R + r] + bias_R[r]
-                soft = sum_ if sum_ > _LINEAR else np.float32(np.log1p(exp(sum_)))
+                if by_row:
+                    for i in range(K):
+                        decay[i] = exp(-rate_R[r] * _soften(gates[R + i] + bias_A[i]))
+                else:
+                    decay[:] = exp(-rate_R[r] * _soften(gates[R + r] + bias_A[r]))
                 v = mixed[2 * K + r * V : 2 * K + (r + 1) * V]
-                _step(state, q, k, v, exp(-rate_R[r] * soft), beta, read, result)
+                _step(state, q, k, v, decay, beta, read, result)
                 read_numbers(wide, at + (g * per_head + w + r * V) * size, V, z)
                 for j in range(V):
                     result[j] = _rounded(wide, result[j])
                 scale = _ONE / np.sqrt(_sum_of_squares(result) / np.float32(V) + np.float32(eps))
-                for j in range(V):
-                    normed = _rounded(wide, _rounded(wide, result[j] * scale) * norm_V[j])
-                    result[j] = normed * _silu(z[j])
+                if by_row:
+                    for j in range(V):
+                        result[j] = result[j] * scale * norm_V[j] / (_ONE + exp(-z[j]))
+                else:
+                    for j in range(V):
+                        normed = _rounded(wide, _rounded(wide, result[j] * scale) * norm_V[j])
+                        result[j] = normed * _silu(z[j])
                 write_numbers(wide, out + (t * G * R + g * R + r) * V * size, V, result)
         write_numbers(wide, kept, (taps - 1) * w, window[: taps - 1].ravel())
 
@@ -148,8 +163,10 @@ def advance(pool: int, layer: int, x: int, entries: int, count: int, G: int, out
     """Advance states by rows of x, and write the gated and normed outputs [T, G R, v].
 
     layer: int64 whether numbers are float32, G, R, k, v, taps; addresses of the convolution
-    [G, taps, w], rates and biases float32 [G, R] of the decay, norm [v]; bits of eps. x: rows of
-    q, k, v and z of each key head [G, 2k + 2Rv], then b and a of each [G, 2R]. entries: int64
+    [G, taps, w], rates float32 [G, R] and biases [G, A] of the decay, norm [v]; bits of eps;
+    whether decays are by row of a state, with which the gate is a sigmoid of z and the norm is
+    not rounded. x: rows of q, k, v and z of each key head [G, 2k + 2Rv], then b and a of each
+    [G, R + A]. entries: int64
     [count, ENTRY_COLUMNS]: first row, rows, address of the last taps - 1 inputs [G, taps - 1, w],
     of the states float32 [G R, k, v]; no two share these.
     """

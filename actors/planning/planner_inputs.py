@@ -23,7 +23,8 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
     if spec.latent is not None:
         latent = msgspec.convert(spec.latent, LatentShape, from_attributes=True)
         per_head = spec.latent.kv_rank * (spec.latent.nope_dim + spec.latent.value_dim)
-        projection_elements -= spec.num_heads * per_head
+        attended = spec.num_layers - len(spec.recurrent_layers)
+        projection_elements -= spec.num_heads * per_head * attended // spec.num_layers
     # Work on states does not grow with the context: a window of one token.
     states = spec.recurrent_layers
     windows = [

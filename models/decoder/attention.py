@@ -29,7 +29,7 @@ from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.experts.router import RoutedTokens
-from models.spec.layer_spec import LatentSpec
+from models.spec.layer_spec import LatentSpec, RopeSpec
 from models.spec.model import ModelSpec
 from models.spec.recurrent import RecurrentSpec
 from models.weights.layout import WeightSpecs, attention_tensors
@@ -44,7 +44,8 @@ def kv_entry_shapes(spec: ModelSpec, layer: int) -> tuple[tuple[int, int], ...]:
     if layer in spec.recurrent_layers:
         return ()
     if spec.latent is None:
-        return ((spec.num_kv_heads, spec.head_dim),) * 2
+        heads = spec.kv_heads(layer)
+        return (heads, spec.head_dim), (heads, spec.value_dim)
     indexer = spec.indexer
     if indexer is None or layer in indexer.shared_layers:
         return ((1, spec.latent.entry_dim),)
@@ -173,7 +174,7 @@ class CompiledDecode(abc.ABC):
     _scale: float
     _layer: int
     _window: int | None
-    _has_rope = True
+    _rope: RopeSpec | None
     norms_output = True  # False: the output is summed with that of other heads before the norm
     _decode_layer: NDArray[np.int64] | None = None
 
@@ -192,7 +193,7 @@ class CompiledDecode(abc.ABC):
         rows, pools = metadata.plans[self._window].rows, kv.entries(self._layer)
         assert rows is not None
         layer = self.decode_fields(neighbors)
-        cos, sin = metadata.angles(has_rope=self._has_rope)
+        cos, sin = metadata.angles[self._rope]
         x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
         weighed_TD = torch.empty_like(hidden_TD) if neighbors.weighs_input else x_TD
         ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
@@ -201,7 +202,7 @@ class CompiledDecode(abc.ABC):
             rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
             bits_of(self._scale), 0, weighed_TD.data_ptr(),
-            metadata.query_factors(has_rope=self._has_rope),
+            metadata.query_factors(self._rope),
         )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
@@ -220,7 +221,7 @@ class CompiledDecode(abc.ABC):
     def _fields(
         self,
         neighbors: DecodeNeighbors,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, int, int, int],
         queries: tuple[int, int, int],
         o: PackedLinear,
         sinks: int = 0,
@@ -229,19 +230,20 @@ class CompiledDecode(abc.ABC):
     ) -> NDArray[np.int64]:
         """Return the fields of `attend_layer`.
 
-        sizes: H, G, d. queries: q/k/v, bias, q/k norm. steps: kind of that, bits of their limit.
+        sizes: H, G, d, and size of a value. queries: q/k/v, bias, q/k norm. steps: kind of that,
+        bits of their limit.
         """
         fields = (
-            o.kind, o.shape[0], *sizes, bits_of(self._eps), neighbors.rounds_once,
+            o.kind, o.shape[0], *sizes[:3], bits_of(self._eps), neighbors.rounds_once,
             neighbors.attention_norm_D.data_ptr(), *queries, *o.addresses, sinks,
             neighbors.mlp_norm_D.data_ptr(), self._window or 0, *neighbors.router, latent,
-            neighbors.mlp, *steps,
+            neighbors.mlp, *steps, sizes[3],
         )  # fmt: skip
         return np.array(fields, np.int64)
 
 
 class GroupedQueryAttention(CompiledDecode):
-    """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product.
+    """Holds q, k and v as one matrix [(H + G) * d + G * v, D], for one product; v: value dim.
 
     Elements of query and key heads are reordered on load, alike in both, so that rope rotates pairs
     (i, i + d/2); the angle of pairs that it does not rotate is 0.
@@ -250,11 +252,12 @@ class GroupedQueryAttention(CompiledDecode):
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = attention_tensors(spec, layer)
         self._layer = layer
-        self._H, self._G, self._d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._H, self._G, self._d = spec.num_heads, spec.kv_heads(layer), spec.head_dim
+        self._v, self._qk = spec.value_dim, (self._H + self._G) * self._d
         self._eps, self._scale = spec.rms_norm_eps, spec.softmax_scale
         self._window = spec.sliding_windows[layer]
-        self._has_rope, self._clip = layer not in spec.unrotated, spec.clip_qkv
-        order, heads = _rope_order(spec), self._H + self._G
+        self._rope, self._clip = spec.rope_of(layer), spec.clip_qkv
+        order = _rope_order(spec)
 
         gates: list[Tensor] = []
 
@@ -264,8 +267,10 @@ class GroupedQueryAttention(CompiledDecode):
                 weight, head_gates = _without_gates(weight, self._H, self._d)
                 gates.append(head_gates)
             if order is not None:
-                turned = weight[: heads * self._d].view(heads, self._d, -1)
+                turned = weight[: self._qk].view(self._H + self._G, self._d, -1)
                 turned.copy_(turned[:, order])
+            if spec.value_scale != 1.0:
+                weight[self._qk :].mul_(spec.value_scale)
             return weight
 
         self._qkv = PackedLinear(load(""), load("_bias") if spec.attention_bias else None)
@@ -275,20 +280,22 @@ class GroupedQueryAttention(CompiledDecode):
         norm = weight_specs.get("out_norm")
         self.out_norm = None if norm is None else loader.load(norm)
         self._norm_rounds_once = spec.family.norm_rounds_once
-        self._is_tuned = spec.query_tuning is not None and not self._has_rope
+        self._is_tuned = spec.query_tuning is not None and self._rope is None
         if gates:
             self._gate = PackedLinear(*gates)
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
         self._qk_norm, self._qk_norm_Hd = spec.qk_norm, self._load_norm(spec, weight_specs, loader)
         if self._qk_norm == "plain_head" and spec.rope.attention_factor != 1.0:
             self._qk_norm = "turned_head"  # rope changes the size of a head
+        if self._qk_norm_Hd is None:
+            self._qk_norm = ""
         if order is not None and self._qk_norm_Hd is not None:
             self._qk_norm_Hd = self._qk_norm_Hd[:, order].contiguous()
         self._is_usual = not (self._gate or spec.family.layer_norm)
 
     def _load_norm(self, spec: ModelSpec, specs: WeightSpecs, loader: Loader) -> Tensor | None:
         """Return the weights of query heads, then KV heads, [H + G, d]; None: not normed."""
-        if spec.qk_norm == "plain_head" and self._has_rope:
+        if spec.qk_norm == "plain_head" and self._rope is not None:
             return torch.ones_like(loader.empty(self._H + self._G, self._d))
         if "q_norm" not in specs:
             return None
@@ -345,7 +352,7 @@ class GroupedQueryAttention(CompiledDecode):
             0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)
         )
         queries = *self._qkv.addresses, qk_norm
-        sizes = self._H, self._G, self._d
+        sizes = self._H, self._G, self._d, self._v
         kinds = {"projection": PROJECTION_NORM, "turned_head": TURNED_NORM}
         steps = kinds.get(self._qk_norm, 0), 0 if self._clip is None else bits_of(self._clip)
         return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps)
@@ -354,37 +361,45 @@ class GroupedQueryAttention(CompiledDecode):
         self, x_TD: Tensor, metadata: AttentionMetadata
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """Return queries, keys and values, normed and rotated, tile by tile within the cache."""
-        T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
-        tiles = list(row_tiles(x_TD))
+        T, H, G = x_TD.shape[0], self._H, self._G
+        tiles, both = list(row_tiles(x_TD)), slice(0, H + G)
         if len(tiles) == 1:
-            qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
+            qk, v_TGv = self._split(self._qkv(x_TD))
             yield
-            qk = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, slice(None))
-            return qk[:, :H], qk[:, H:], self._clipped(qkv[:, H + G :])
-        qk, v_TGd = (x_TD.new_empty((T, heads, d)) for heads in (H + G, G))
+            qk = self._norm_and_rotate(qk, both, metadata, slice(None))
+            return qk[:, :H], qk[:, H:], self._clipped(v_TGv)
+        qk_THd, v_TGv = (
+            x_TD.new_empty((T, heads, size)) for heads, size in ((H + G, self._d), (G, self._v))
+        )
         for tile in tiles:
-            qkv = self._qkv(x_TD[tile]).view(-1, H + 2 * G, d)
+            qk, values = self._split(self._qkv(x_TD[tile]))
             yield
-            qk[tile] = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, tile)
-            v_TGd[tile] = self._clipped(qkv[:, H + G :])
+            qk_THd[tile] = self._norm_and_rotate(qk, both, metadata, tile)
+            v_TGv[tile] = self._clipped(values)
             yield
-        return qk[:, :H], qk[:, H:], v_TGd
+        return qk_THd[:, :H], qk_THd[:, H:], v_TGv
+
+    def _split(self, qkv_TP: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys [T, H + G, d], and values [T, G, v]."""
+        qk, values = qkv_TP[:, : self._qk], qkv_TP[:, self._qk :]
+        T = len(qkv_TP)
+        return qk.view(T, -1, self._d), values.view(T, -1, self._v)
 
     def _project_last(
         self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRowsMetadata
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """Return the same with queries of the last rows only."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
-        qkv = (yield from map_tiles(self._qkv, x_TD)).view(T, H + 2 * G, d)
+        qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
         keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
         for tile in row_tiles(x_TD):
             yield
-            k_TGd[tile] = self._norm_and_rotate(qkv[tile, keys], keys, metadata, tile)
-        q_RHd, heads = qkv[:, :H].index_select(0, last.rows_R), slice(0, H)
+            k_TGd[tile] = self._norm_and_rotate(qk[tile, keys], keys, metadata, tile)
+        q_RHd, heads = qk[:, :H].index_select(0, last.rows_R), slice(0, H)
         for tile in row_tiles(q_RHd):
             yield
             q_RHd[tile] = self._norm_and_rotate(q_RHd[tile], heads, last.metadata, tile)
-        return q_RHd, k_TGd, self._clipped(qkv[:, H + G :])
+        return q_RHd, k_TGd, self._clipped(v_TGv)
 
     def _norm_and_rotate(
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
@@ -398,7 +413,7 @@ class GroupedQueryAttention(CompiledDecode):
     def _normed_and_rotated(
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
     ) -> Tensor:
-        cos, sin = (angles[rows] for angles in metadata.angles(has_rope=self._has_rope))
+        cos, sin = (angles[rows] for angles in metadata.angles[self._rope])
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
         if weight_Hd is None or self._qk_norm in ("head", "plain_head"):
             return norm_and_rope(self._clipped(x_THd), weight_Hd, self._eps, cos, sin)
@@ -452,7 +467,7 @@ class LatentAttention(CompiledDecode):
         self._layer = layer
         self._H, self._d = spec.num_heads, spec.head_dim
         self._eps, self._scale = spec.rms_norm_eps, spec.softmax_scale
-        self._window = spec.sliding_windows[layer]
+        self._window, self._rope = spec.sliding_windows[layer], spec.rope_of(layer)
         weight_specs = attention_tensors(spec, layer)
         weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}
         if self._latent.interleaved:
@@ -481,7 +496,7 @@ class LatentAttention(CompiledDecode):
         rank = self._latent.kv_rank
         plain, turned = latent_T1C[..., :rank], latent_T1C[..., rank:]
         plain.copy_(fused_ops.rms_norm(plain.contiguous(), self._kv_norm, LATENT_EPS))
-        _rotate(turned, metadata)
+        self._rotate(turned, metadata)
         yield
         # All rows before attention: sequences may read entries of others in this batch.
         kv.write(self._layer, batch, *(yield from self._entries(latent_T1C, x_TD, metadata)))
@@ -492,7 +507,7 @@ class LatentAttention(CompiledDecode):
         yield
         q_TD = yield from map_tiles(self._queries, x_TD)
         q_THd = q_TD.view(-1, self._H, self._d)
-        _rotate(q_THd[..., n:], metadata)
+        self._rotate(q_THd[..., n:], metadata)
         yield
         pool_P1C = kv.entries(self._layer)[0]
         plan = yield from self._plan(x_TD, batch, metadata, kv, last)
@@ -538,14 +553,17 @@ class LatentAttention(CompiledDecode):
             *self._up.panels,
         )  # fmt: skip
         self._decode_latent = np.array(fields, np.int64)  # whose address the layer's fields have
-        sizes, at = (self._H, 0, latent.value_dim), self._decode_latent.ctypes.data
+        sizes, at = (
+            (self._H, 0, latent.value_dim, latent.value_dim),
+            self._decode_latent.ctypes.data,
+        )
         return self._fields(neighbors, sizes, (0, 0, 0), self._o, latent=at)
 
-
-def _rotate(x_THp: Tensor, metadata: AttentionMetadata) -> None:
-    """Rotate heads in place."""
-    turned_THp = norm_and_rope(x_THp.contiguous(), None, 0.0, metadata.cos, metadata.sin)
-    x_THp.copy_(turned_THp)
+    def _rotate(self, x_THp: Tensor, metadata: AttentionMetadata) -> None:
+        """Rotate heads in place."""
+        if self._rope is not None:
+            angles = metadata.angles[self._rope]
+            x_THp.copy_(norm_and_rope(x_THp.contiguous(), None, 0.0, *angles))
 
 
 class LowRankQueries:

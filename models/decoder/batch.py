@@ -24,6 +24,7 @@ from kernels.attention import AttentionPlan, CompiledRows
 from kernels.device import upload
 from kernels.packed_attention import SequenceRows
 from models.decoder.recurrence import RecurrencePlan, StateRun
+from models.spec.layer_spec import RopeSpec
 
 
 class BlockCopy(NamedTuple):
@@ -59,31 +60,22 @@ class SlotCopies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
+    """Cos and sin per rope, and an attention plan per window, from `AttentionHalf.prepare`.
 
-    unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T11: their queries' factor.
+    angles: None: of layers without rope, 1 and 0. query_scale_T11: these layers' factor of queries.
     recurrence: of layers with states. sparse: rows that see more tokens than an indexer selects.
     """
 
-    cos: Tensor
-    sin: Tensor
+    angles: dict[RopeSpec | None, tuple[Tensor, Tensor]]
     plans: dict[int | None, AttentionPlan]
-    unrotated: tuple[Tensor, Tensor] | None = None
     query_scale_T11: Tensor | None = None
     recurrence: RecurrencePlan | None = None
     sparse: CompiledRows | None = None
 
-    def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of a layer."""
-        if has_rope:
-            return self.cos, self.sin
-        assert self.unrotated is not None
-        return self.unrotated
-
-    def query_factors(self, *, has_rope: bool) -> int:
+    def query_factors(self, rope: RopeSpec | None) -> int:
         """Return the address of the factors of a layer's queries, or 0."""
         scale_T11 = self.query_scale_T11
-        return 0 if has_rope or scale_T11 is None else scale_T11.data_ptr()
+        return 0 if rope is not None or scale_T11 is None else scale_T11.data_ptr()
 
 
 @dataclasses.dataclass(slots=True)

@@ -33,7 +33,7 @@ from models.decoder.attention import (
     decodes_at_once,
 )
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
-from models.decoder.delta_net import GatedDeltaNet
+from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
 from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.router import ExpertRouter, RoutedTokens
@@ -118,8 +118,10 @@ def _mixer(
     kind = GroupedQueryAttention if spec.latent is None else LatentAttention
     if spec.indexer is not None:
         kind = SparseLatentAttention
-    mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
-    return mixer(spec, layer, loader)
+    if spec.recurrent is not None and layer in spec.recurrent_layers:
+        is_kimi = spec.recurrent.kind == "by_row"
+        return (KimiDeltaAttention if is_kimi else GatedDeltaNet)(spec, layer, loader)
+    return kind(spec, layer, loader)
 
 
 def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
@@ -146,7 +148,12 @@ class AttentionHalf:
         for layer in range(spec.num_layers):
             self._layers.append(_Layer(spec, layer, loader))
             loader.finish_layer()
-        self._inv_freq, self._rope_factor = _angles(spec, device)
+        self.layers_by_rope: dict[RopeSpec | None, list[int]] = {}
+        for layer in range(spec.num_layers):
+            self.layers_by_rope.setdefault(spec.rope_of(layer), []).append(layer)
+        self._angles = {
+            rope: _angles(spec, rope, device) for rope in self.layers_by_rope if rope is not None
+        }
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
     @staticmethod
@@ -186,8 +193,6 @@ class AttentionHalf:
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
         if batch.metadata is None:
-            positions_T, factor = batch.positions_T, self._rope_factor
-            cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
             sequences: Sequence[SequenceRows] = batch.sequences
             sparse = None
@@ -199,18 +204,31 @@ class AttentionHalf:
                     window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
-                    group=0 if self.spec.latent else self.spec.num_heads // self.spec.num_kv_heads,
+                    group=0 if self.spec.latent else self.spec.num_heads // self._kv_heads(window),
                     short_together=plain,
                     packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
                 )
                 for window in self._windows
             }
-            some = self.spec.unrotated
-            unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
-            scale_T11 = self._query_scale(positions_T)
-            others = scale_T11, self._plan_recurrence(batch), sparse
-            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, *others)
+            others = self._query_scale(batch.positions_T), self._plan_recurrence(batch), sparse
+            batch.metadata = AttentionMetadata(self._cos_sin(batch.positions_T), plans, *others)
         return batch.metadata
+
+    def _cos_sin(self, positions_T: Tensor) -> dict[RopeSpec | None, tuple[Tensor, Tensor]]:
+        found: dict[RopeSpec | None, tuple[Tensor, Tensor]] = {
+            rope: cos_sin(positions_T, inv_freq, factor=factor, dtype=self.dtype)
+            for rope, (inv_freq, factor) in self._angles.items()
+        }
+        if None in self.layers_by_rope:
+            pairs = (self.spec.rope_dim if self.spec.latent else self.spec.head_dim) // 2
+            ones = torch.ones(
+                (len(positions_T), 1, pairs), dtype=self.dtype, device=positions_T.device
+            )
+            found[None] = ones, torch.zeros_like(ones)
+        return found
+
+    def _kv_heads(self, window: int | None) -> int:
+        return self.spec.kv_heads(self.spec.sliding_windows.index(window))
 
     def _seen(
         self, sequences: Sequence[SequenceRows], window: int | None
@@ -403,12 +421,12 @@ class AttentionHalf:
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
 
 
-def _angles(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:
+def _angles(spec: ModelSpec, rope: RopeSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:
     """Return radians per position of a head's pairs, and the factor of cos and sin.
 
     Grouped-query attention rotates whole heads; pairs that rope does not rotate have the angle 0.
     """
-    inv_freq, factor = inverse_frequencies(spec.rope, spec.rope_dim), spec.rope.attention_factor
+    inv_freq, factor = inverse_frequencies(rope, spec.rope_dim), rope.attention_factor
     missing = 0 if spec.latent else (spec.head_dim - spec.rope_dim) // 2
     if not missing:
         return inv_freq.to(device), factor
@@ -424,6 +442,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        return plain / torch.tensor(rope.divisors)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":

@@ -1,4 +1,6 @@
-"""A gated delta net layer (Yang et al., 2024), which has states in place of K and V.
+"""Layers that have states in place of K and V: gated delta net and Kimi's delta attention.
+
+A gated delta net (Yang et al., 2024) decays a whole state; Kimi's (Kimi Team, 2025) each row of it.
 
 Shapes: T tokens, D model dim, G key heads, R value heads per key head, k and v their dims,
 w = 2k + Rv, N slots of the pool.
@@ -32,16 +34,9 @@ class GatedDeltaNet:
         assert spec.recurrent is not None
         self._sizes: RecurrentSpec = spec.recurrent
         self._layer = layer
-        G, R = self._sizes.key_heads, self._sizes.heads_per_key
         weight_specs = recurrent_tensors(spec, self._sizes, layer)
         weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}
-        if not self._sizes.by_key_head:
-            qkv = _by_key_head(weights["qkv"], self._sizes)
-            z = weights["z"].view(G, -1, spec.hidden_size)
-            gates = (weights[role].view(G, R, -1) for role in ("b", "a"))
-            weights["qkvz"] = torch.cat((qkv, z), 1).flatten(0, 1)
-            weights["ba"] = torch.cat((*gates,), 1).flatten(0, 1)
-        self._inputs = PackedLinear(torch.cat((weights["qkvz"], weights["ba"])))
+        self._load_inputs(spec, weights)
         self._o = PackedLinear(weights["o"])
         conv_GwC = _by_key_head(weights["conv"].squeeze(1), self._sizes)
         kept = conv_GwC.transpose(1, 2).contiguous(), weights["rates"].exp(), weights["biases"]
@@ -49,16 +44,28 @@ class GatedDeltaNet:
         self._fields = np.array(
             (
                 loader.dtype is torch.float32,
-                G,
-                R,
-                self._sizes.key_dim,
-                self._sizes.value_dim,
-                self._sizes.taps,
+                *(self._sizes.key_heads, self._sizes.heads_per_key),
+                *(self._sizes.key_dim, self._sizes.value_dim, self._sizes.taps),
                 *(tensor.data_ptr() for tensor in self._kept),
                 bits_of(spec.rms_norm_eps),
+                self._sizes.kind == "by_row",
             ),
             np.int64,
         )
+
+    def _load_inputs(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+        G, R = self._sizes.key_heads, self._sizes.heads_per_key
+        if self._sizes.kind == "separate":
+            qkv = _by_key_head(weights["qkv"], self._sizes)
+            z = weights["z"].view(G, -1, spec.hidden_size)
+            gates = (weights[role].view(G, R, -1) for role in ("b", "a"))
+            weights["qkvz"] = torch.cat((qkv, z), 1).flatten(0, 1)
+            weights["ba"] = torch.cat((*gates,), 1).flatten(0, 1)
+        self._inputs = PackedLinear(torch.cat((weights["qkvz"], weights["ba"])))
+
+    def _project(self, x_TD: Tensor) -> Tensor:
+        """Return rows of `delta_rule.advance`."""
+        return self._inputs(x_TD)
 
     def steps(
         self,
@@ -70,7 +77,7 @@ class GatedDeltaNet:
         last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
         """Add the layer to hidden_TD in place, and advance the states. last: only those rows."""
-        inputs_TP = yield from map_tiles(self._inputs, x_TD)
+        inputs_TP = yield from map_tiles(self._project, x_TD)
         plan, G = metadata.recurrence, self._sizes.key_heads
         assert plan is not None
         kept = [_Slots(pool, plan) for pool in kv.entries(self._layer)]
@@ -94,6 +101,27 @@ class GatedDeltaNet:
         for tile in row_tiles(out_TD):
             yield
             hidden_TD[tile].add_(self._o(out_TD[tile]))
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Delta attention whose decays and gates of the output are products of low rank."""
+
+    def _load_inputs(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+        roles = ("q", "k", "v")
+        weights["conv"] = torch.cat([weights[f"{role}_conv"] for role in roles])
+        qkv = _by_key_head(torch.cat([weights[role] for role in roles]), self._sizes)
+        parts = qkv.flatten(0, 1), weights["b"], weights["f_a"], weights["g_a"]
+        self._widths = [len(part) for part in parts]
+        self._inputs = PackedLinear(torch.cat(parts))
+        self._decays, self._gates = PackedLinear(weights["f_b"]), PackedLinear(weights["g_b"])
+
+    def _project(self, x_TD: Tensor) -> Tensor:
+        (T, G), d = (len(x_TD), self._sizes.key_heads), self._sizes.key_dim
+        qkv, b_TG, low_f, low_g = torch.split(self._inputs(x_TD), self._widths, 1)
+        gates, decays = self._gates(low_g.contiguous()), self._decays(low_f.contiguous())
+        by_head = torch.cat((qkv.view(T, G, -1), gates.view(T, G, d)), 2)
+        scalars = torch.cat((b_TG.unsqueeze(2), decays.view(T, G, d)), 2)
+        return torch.cat((by_head.flatten(1), scalars.flatten(1)), 1)
 
 
 class _Slots:

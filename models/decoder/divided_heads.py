@@ -33,6 +33,8 @@ def check_divisible(spec: ModelSpec, workers: int) -> None:
         reason = "has recurrent layers"
     elif spec.indexer is not None:
         reason = "has sparse attention"
+    elif spec.window_layers is not None:
+        reason = "has other KV heads in layers with a window"
     elif spec.qk_norm == "projection":
         reason = "norms the queries of all heads together"
     if reason:

@@ -108,13 +108,12 @@ class LayerDecoder(abc.ABC):
 
     def _fill(self, hidden_TD: Tensor, batch: AttentionBatch) -> None:
         metadata = self._half.prepare(batch)
-        tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
-        self._batches[:, :5] = len(hidden_TD), *(tensor.data_ptr() for tensor in tensors)
+        self._batches[:, :2] = len(hidden_TD), hidden_TD.data_ptr()
+        self._batches[:, 4] = batch.slots_T.data_ptr()
         self._batches[:, 5] = self._half.entries(batch)
-        if unrotated := list(self._half.spec.unrotated):
-            angles = metadata.angles(has_rope=False)
-            self._batches[unrotated, 2:4] = [each.data_ptr() for each in angles]
-            self._batches[unrotated, 15] = metadata.query_factors(has_rope=False)
+        for rope, layers in self._half.layers_by_rope.items():
+            self._batches[layers, 2:4] = [each.data_ptr() for each in metadata.angles[rope]]
+            self._batches[layers, 15] = metadata.query_factors(rope)
 
     def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
         """Return the stages of layers [first, last) with the seconds of their ends."""

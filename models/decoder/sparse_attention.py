@@ -118,7 +118,7 @@ class SparseLatentAttention(LatentAttention):
         return slots_BK
 
     def _rotated(self, x_THd: Tensor, metadata: AttentionMetadata) -> Tensor:
-        turned = apply_rope(x_THd[..., : self._p], metadata.cos, metadata.sin)
+        turned = apply_rope(x_THd[..., : self._p], *metadata.angles[self._rope])
         return torch.cat((turned, x_THd[..., self._p :]), -1)
 
 

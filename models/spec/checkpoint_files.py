@@ -12,13 +12,23 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ROUTING = "routing.safetensors"  # a routing profile (models/prediction), no weights
 HEAD = "lm_head.weight"
+_TEXT = {"model.language_model.": "model.", "language_model.": ""}  # beside a vision model
 
 
 def stored_names(folder: Path) -> Collection[str]:
-    """Return the names of the tensors; none without weights. Raises CheckpointError."""
+    """Return the plain names of the tensors; none without weights. Raises CheckpointError."""
+    names: Collection[str] = ()
     if (folder / SINGLE).is_file():
-        return SafetensorsFile(folder / SINGLE).entries.keys()
-    if (folder / INDEX).is_file():
+        names = SafetensorsFile(folder / SINGLE).entries.keys()
+    elif (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        return weight_map.keys() if isinstance(weight_map, dict) else ()
-    return ()
+        names = weight_map.keys() if isinstance(weight_map, dict) else ()
+    return {plain_name(name) for name in names}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of a text model has without a vision model beside it."""
+    for prefix, plain in _TEXT.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name

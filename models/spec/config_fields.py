@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,34 @@ class ConfigFields:
     as absent, except where `transformers` treats it as a value: readers then check `is_null`.
     """
 
-    def __init__(self, path: Path, tree: dict[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        tree: dict[str, Any],
+        prefix: str = "",
+        spellings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Set up fields. spellings: the key in the file, by that in `tree`, if they differ."""
         self.path = path
         self._tree = tree
         self._prefix = prefix
+        self._spellings = spellings or {}
 
     def error(self, key: str, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self._prefix}{key}: {message}")
+        return CheckpointError(
+            f"{self.path}: {self._prefix}{self._spellings.get(key, key)}: {message}"
+        )
+
+    def renamed(self, aliases: Iterable[tuple[str, str]]) -> ConfigFields:
+        """Return the fields with usual names. Raises CheckpointError if both names differ."""
+        tree, spellings = dict(self._tree), dict[str, str]()
+        for alias, usual in aliases:
+            if alias in tree:
+                value = tree.pop(alias)
+                if tree.setdefault(usual, value) != value:
+                    raise self.error(alias, f"{value!r}, but {usual} is {tree[usual]!r}; keep one")
+                spellings[usual] = alias
+        return ConfigFields(self.path, tree, self._prefix, spellings)
 
     def has(self, key: str) -> bool:
         return self._tree.get(key) is not None

@@ -69,7 +69,7 @@ _MINIMAX_M2 = _like(
 _PHIMOE = _like(
     _MIXTRAL, "phimoe", "Phimoe", router=(f"{_SPARSE}.gate.weight", f"{_MLP}.router.weight"),
     bias_key="attention_bias", routing="sparsemixer", layer_norm=True, head_bias_key="lm_head_bias",
-    rope_kinds=("default",), required=(("num_experts_per_tok", 2),),
+    rope_kinds=("default", "longrope"), required=(("num_experts_per_tok", 2),),
 )
 
 _GRANITE_MOE = _like(
@@ -124,6 +124,22 @@ _GLM_MOE_DSA = _like(
     default_q_rank=2048, default_groups=(1, 1), default_rms_norm_eps=1e-5,
 )
 
+_KIMI_LINEAR = _like(
+    _DEEPSEEK_V3, "kimi_linear", "KimiLinear", num_experts_keys=("num_experts",),
+    aliases=(
+        ("model_max_length", "max_position_embeddings"), ("moe_renormalize", "norm_topk_prob"),
+        ("num_expert_group", "n_group"), ("num_experts_per_token", "num_experts_per_tok"),
+        ("num_shared_experts", "n_shared_experts"), ("num_local_experts", "num_experts"),
+        ("moe_router_activation_func", "scoring_func"),
+    ),
+    router=(f"{_SPARSE}.gate.weight",), experts=_MIXTRAL.experts,
+    correction_bias=(f"{_SPARSE}.gate.e_score_correction_bias",),
+    shared=(f"{_SPARSE}.shared_experts",), recurrent="by_row", has_rope=False, dense="types",
+    mlp=("mlp", "block_sparse_moe"), required=(("mla_use_nope", True),), default_first_moe=1,
+    has_prediction_layers=False, default_q_rank=0, default_routed_scale=2.446,
+    default_groups=(1, 1), default_rms_norm_eps=1e-5,
+)
+
 _GLM4_MOE = _like(
     _DEEPSEEK_V3, "glm4_moe", "Glm4Moe", attention="grouped", qk_norm="head",
     qk_norm_key="use_qk_norm", default_qk_norm=False, has_output_bias=False, rotary_fraction=0.5,
@@ -142,6 +158,18 @@ _DOTS1 = _like(
     default_window=4096, has_prediction_layers=False, default_norm_topk=False, default_kv_heads=32,
     default_routed_scale=1.0, default_groups=(1, 1), default_first_moe=0, default_shared=0,
     default_top_k=None,
+)
+
+_MIMO_V2_FLASH = _like(
+    _DEEPSEEK_V3, "mimo_v2_flash", "MiMoV2Flash", num_experts_keys=("n_routed_experts",),
+    attention="grouped", has_output_bias=False, rotary_fraction=0.334, rope_kinds=("default",),
+    sinks=True, sink_names=("attention_sink_bias", "sinks"), windows="sixths", windows_differ=True,
+    default_window=129, default_value_dim=128, value_scale=("attention_value_scale", 0.707),
+    dense="types", first_moe_key=None, default_first_moe=1, shared=(), shared_key=None,
+    default_routed_scale=1.0, default_groups=(1, 1), has_prediction_layers=False,
+    required=(("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True)),
+    ignored=(r"^model\.mtp\.",), default_kv_heads=4, default_head_dim=192,
+    default_rope_theta=5_000_000.0, default_rms_norm_eps=1e-5,
 )
 
 _EXAONE_MOE = _like(
@@ -199,8 +227,9 @@ _LLAMA4 = Family(
     qk_norm="plain_head", qk_norm_key="use_qk_norm", interleaved_rope=True,
     bias_key="attention_bias", windows="chunks", default_window=8192, routing="scored",
     weighs_input=True, default_norm_topk=False, required=(("num_experts_per_tok", 1),),
-    dense="step", mlp="feed_forward", shared=(f"{_LAYER}.feed_forward.shared_expert",),
-    shared_size_key="intermediate_size", default_kv_heads=8, default_head_dim=128, default_top_k=1,
+    dense="step", mlp=("feed_forward",), shared=(f"{_LAYER}.feed_forward.shared_expert",),
+    shared_size_key="intermediate_size", ignored=(r"^vision_model\.", r"^multi_modal_projector\."),
+    with_vision="llama4", default_kv_heads=8, default_head_dim=128, default_top_k=1,
     default_rope_theta=500_000.0, default_rms_norm_eps=1e-5,
 )
 
@@ -244,14 +273,16 @@ _QWEN3_5_MOE = _like(
     always_norm_topk=True,
     default_top_k=8,
     ignored=(r"^mtp\.", r"^model\.visual\."),
+    with_vision="qwen3_5_moe",
 )
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _MIXTRAL, _MINIMAX_M2, _PHIMOE, _GRANITE_MOE,
-        _GRANITE_MOE_SHARED, _DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _GLM4_MOE, _GLM4_MOE_LITE,
-        _SOLAR_OPEN, _DOTS1, _EXAONE_MOE, _ERNIE4_5_MOE, _HUNYUAN_V1_MOE, _AFMOE, _LLAMA4, _GPT_OSS,
-        _QWEN3_NEXT, _QWEN3_5_MOE, _DEEPSEEK_V32, _GLM_MOE_DSA,
+        _GRANITE_MOE_SHARED, _DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _KIMI_LINEAR, _GLM4_MOE,
+        _GLM4_MOE_LITE, _SOLAR_OPEN, _DOTS1, _MIMO_V2_FLASH, _EXAONE_MOE, _ERNIE4_5_MOE,
+        _HUNYUAN_V1_MOE, _AFMOE, _LLAMA4, _GPT_OSS, _QWEN3_NEXT, _QWEN3_5_MOE, _DEEPSEEK_V32,
+        _GLM_MOE_DSA,
     )
 }

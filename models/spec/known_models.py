@@ -1,6 +1,7 @@
 """Configurations of well-known models, shipped so that plans need no download.
 
-Figures of the published config.json files, without fields that `ModelSpec` does not read.
+Figures of the published config.json files, without fields that `ModelSpec` does not read. The
+factors of longrope, on which no plan depends, are 1.
 """
 
 from __future__ import annotations

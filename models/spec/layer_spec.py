@@ -45,7 +45,7 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windo
     """Return each layer's window, None for full attention or none. Raises CheckpointError."""
     if family.recurrent or family.indexer:
         return (None,) * num_layers
-    if family.windows in ("periodic", "later", "chunks"):
+    if family.windows in ("periodic", "later", "chunks", "sixths"):
         return _by_layer_types(config, family, num_layers)
     windows = _one_window(config, family, num_layers)
     types, kind = config.raw("layer_types"), _FULL if windows[0] is None else _SLIDING
@@ -56,6 +56,8 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windo
 
 def read_unrotated(config: ConfigFields, family: Family, windows: Windows) -> tuple[int, ...]:
     """Return the layers without rope, ascending. Raises CheckpointError."""
+    if not family.has_rope:
+        return tuple(range(len(windows)))
     if family.windows == "chunks":
         return tuple(n for n, rope in enumerate(_rope_flags(config, len(windows))) if not rope)
     if not family.ropes_windows_only:
@@ -97,6 +99,8 @@ def _by_layer_types(config: ConfigFields, family: Family, num_layers: int) -> Wi
     if kind not in types:
         return (None,) * num_layers
     window = config.positive_int(key, default=family.default_window)
+    if family.windows == "sixths" and config.has("sliding_window_size"):  # beside the token itself
+        window = config.positive_int("sliding_window_size") + 1
     return tuple(window if each == kind else None for each in types)
 
 
@@ -108,6 +112,8 @@ def _default_slides(config: ConfigFields, family: Family, num_layers: int) -> li
         has_window = not config.is_null("sliding_window")
         return [has_window and layer >= first for layer in range(num_layers)]
     key, period = family.window_period
+    if family.windows == "sixths":
+        return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(num_layers)]
     if key:
         period = config.positive_int(key, default=period)
     return [(layer + 1) % period != 0 for layer in range(num_layers)]
@@ -165,8 +171,9 @@ def read_latent(config: ConfigFields, family: Family, num_heads: int) -> LatentS
             f"latent attention needs as many as num_attention_heads={num_heads}",
         )
     q_rank = None
-    if not config.is_null("q_lora_rank"):
-        q_rank = config.positive_int("q_lora_rank", default=family.default_q_rank)
+    default_q_rank = family.default_q_rank or None
+    if config.has("q_lora_rank") or (not config.is_null("q_lora_rank") and default_q_rank):
+        q_rank = config.positive_int("q_lora_rank", default=default_q_rank)
     halves = config.is_null("rope_interleave")
     latent = LatentSpec(
         kv_rank=config.positive_int("kv_lora_rank"),
@@ -238,11 +245,13 @@ def _refuse_others(config: ConfigFields, family: Family) -> None:
     """Refuse settings of the original files that `transformers` does not implement."""
     second = family.routing == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
-    allowed = {
+    allowed: dict[str, tuple[object, ...]] = {
         "topk_method": methods,
         "scoring_func": ("softmax",) if second else ("sigmoid",),
         "moe_layer_freq": (1,),
     }
+    if family.windows_differ:
+        del allowed["moe_layer_freq"]  # by layer: window_layers.check_agreement
     for key, values in allowed.items():
         if config.has(key) and config.raw(key) not in values:
             known = ", ".join(str(value) for value in values)
@@ -272,7 +281,7 @@ def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int
     return groups, kept
 
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,6 +290,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the softmax scale
     of latent attention (DeepSeek's mscale_all_dim, squared). Dynamic NTK scaling only affects
     positions beyond max_position_embeddings, our longest context, and is read as `default`.
+    `divisors`: longrope's, of the frequency of each pair, in the original context.
     """
 
     theta: float
@@ -294,6 +304,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     @property
     def context_tokens(self) -> int:
@@ -354,7 +365,26 @@ def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
             low_freq_factor=scaling.number("low_freq_factor"),
             high_freq_factor=scaling.number("high_freq_factor"),
         )
+    if kind == "longrope":
+        return _longrope(scaling, theta, original, head_dim // 2)
     return _yarn(scaling, theta, original, longest)
+
+
+def _longrope(scaling: ConfigFields, theta: float, original: int, pairs: int) -> RopeSpec:
+    """Read longrope's factors of contexts up to the original one."""
+    divisors = scaling.raw("short_factor")
+    are_numbers = isinstance(divisors, list) and all(
+        type(each) in (int, float) for each in divisors
+    )
+    if not are_numbers or len(divisors) != pairs or min(divisors) <= 0:
+        raise scaling.error("short_factor", f"expected {pairs} positive numbers, got {divisors!r}")
+    return RopeSpec(
+        theta=theta,
+        kind="longrope",
+        original_context_tokens=original,
+        attention_factor=scaling.number("short_mscale"),
+        divisors=tuple(float(each) for each in divisors),
+    )
 
 
 def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:

@@ -33,6 +33,7 @@ from models.spec.layer_spec import (
     read_windows,
 )
 from models.spec.recurrent import RecurrentSpec, read_recurrent
+from models.spec.window_layers import WindowLayersSpec, check_agreement, read_ropes
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -63,6 +64,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     elements of a head that rope rotates, in all layers but the `unrotated`. `clip_qkv`: limit of
     queries, keys and values. `embedding_scale` multiplies embeddings, `logits_scale` logits.
     `query_tuning` (s, n): without rope, 1 + s log(1 + (p + 1) // n) multiplies queries.
+    `value_dim`: elements of a value of grouped attention, which `value_scale` multiplies.
+    `window_layers`: what layers with a window have of their own.
     """
 
     architecture: str
@@ -102,6 +105,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     query_tuning: tuple[float, float] | None = None
     recurrent: RecurrentSpec | None = None
     indexer: IndexerSpec | None = None
+    window_layers: WindowLayersSpec | None = None
+    value_dim: int = 0
+    value_scale: float = 1.0
+
+    def kv_heads(self, layer: int) -> int:
+        own = self.window_layers
+        return self.num_kv_heads if own is None or not self.sliding_windows[layer] else own.kv_heads
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """Return the rope of a layer, or None if it has none."""
+        if layer in self.unrotated:
+            return None
+        own = self.window_layers
+        return self.rope if own is None or not self.sliding_windows[layer] else own.rope
+
+    def has_sinks(self, layer: int) -> bool:
+        of_all = self.window_layers is None
+        return self.family.sinks and (of_all or self.sliding_windows[layer] is not None)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -155,6 +176,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     """Return the spec of a config.json's fields. Raises CheckpointError."""
     config = _text_fields(config)
     family = _family(config)
+    config = config.renamed(family.aliases)
     _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
     num_heads = config.positive_int("num_attention_heads")
@@ -163,9 +185,8 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     dense = len(moe_layers) < num_layers
     latent, num_kv_heads, head_dim = _heads(config, family, num_heads, hidden_size)
     num_experts = config.positive_int(*family.num_experts_keys)
-    rope = _rope(config, family, head_dim)
     windows = read_windows(config, family, num_layers)
-    rotary_dim = head_dim if latent is None else latent.rope_dim
+    rope, rope_dim, window_layers = _ropes(config, family, latent, head_dim, num_kv_heads)
     expert_ffn_size = config.positive_int(family.expert_ffn_key)
     shared, shared_ffn_size = _shared_experts(config, family, expert_ffn_size)
     factors = _factors(config, family, head_dim)
@@ -189,7 +210,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=family.default_tied),
         attention_bias=_switch(config, family.bias_key, family.default_attention_bias),
         qk_norm=_qk_norm(config, family),
-        rope_dim=read_rotary_dim(config, family, rotary_dim),
+        rope_dim=rope_dim,
         softmax_scale=factors.softmax * (1.0 if latent is None else rope.softmax_factor),
         sliding_windows=windows,
         dtype=_stored_dtype(config),
@@ -207,6 +228,9 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         logits_scale=factors.logits,
         head_bias=_switch(config, family.head_bias_key, default=False),
         query_tuning=_query_tuning(config) if family.windows == "chunks" else None,
+        window_layers=window_layers,
+        value_dim=_value_dim(config, family, head_dim),
+        value_scale=_value_scale(config, family),
     )
     _check_consistency(config, spec)
     return spec
@@ -222,9 +246,21 @@ def _read_config(folder: Path) -> ConfigFields:
 
 
 def _text_fields(config: ConfigFields) -> ConfigFields:
-    """Return the fields of the text model of a model with vision, else all."""
-    is_known = config.section("text_config").raw("model_type") in FAMILIES
-    return config.with_section("text_config") if is_known else config
+    """Return the fields of the text model of a model with vision, else all.
+
+    Raises CheckpointError for a text model beside another model than its own.
+    """
+    family = FAMILIES.get(str(config.section("text_config").raw("model_type")))
+    if family is None:
+        return config
+    whole = config.raw("model_type")
+    if whole is None or whole != family.with_vision:
+        known = ", ".join(each.with_vision for each in FAMILIES.values() if each.with_vision)
+        raise config.error(
+            "model_type",
+            f"{whole!r} around {family.model_type!r} is not supported; with vision: {known}",
+        )
+    return config.with_section("text_config")
 
 
 def _family(config: ConfigFields) -> Family:
@@ -252,6 +288,31 @@ def _heads(
         return None, kv_heads, head_dim
     latent = read_latent(config, family, num_heads)
     return latent, num_heads, latent.nope_dim + latent.rope_dim
+
+
+def _ropes(
+    config: ConfigFields, family: Family, latent: LatentSpec | None, head_dim: int, kv_heads: int
+) -> tuple[RopeSpec, int, WindowLayersSpec | None]:
+    """Return the rope, the elements that it rotates, and what layers with a window have."""
+    if family.windows_differ:
+        rope, own, rotated = read_ropes(config, family, head_dim)
+        return rope, rotated, WindowLayersSpec(kv_heads=2 * kv_heads, rope=own)
+    if not family.has_rope:
+        return RopeSpec(theta=family.default_rope_theta), latent.rope_dim if latent else 0, None
+    rope, most = _rope(config, family, head_dim), head_dim if latent is None else latent.rope_dim
+    return rope, read_rotary_dim(config, family, most), None
+
+
+def _value_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
+    default = family.default_value_dim
+    return config.positive_int("v_head_dim", default=default) if default else head_dim
+
+
+def _value_scale(config: ConfigFields, family: Family) -> float:
+    if family.value_scale is None:
+        return 1.0
+    key, default = family.value_scale
+    return config.number(key, default=1.0 if config.is_null(key) else default)
 
 
 def _rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
@@ -330,7 +391,12 @@ def _clamp(config: ConfigFields) -> ClampSpec:
 
 
 def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
-    """Return the larger of max_position_embeddings and YaRN's context: recipes change only one."""
+    """Return the larger of max_position_embeddings and YaRN's context: recipes change only one.
+
+    Longrope's factors depend on the longest sequence of a batch beyond the original context.
+    """
+    if rope.kind == "longrope":
+        return min(config.positive_int("max_position_embeddings"), rope.original_context_tokens)
     return max(config.positive_int("max_position_embeddings"), rope.context_tokens)
 
 
@@ -433,6 +499,8 @@ def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
 
 
 def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
+    if spec.window_layers is not None:
+        check_agreement(config, spec)
     if spec.num_heads % spec.num_kv_heads:
         raise config.error(
             "num_key_value_heads",

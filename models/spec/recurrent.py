@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from models.spec.config_fields import ConfigFields
-from models.spec.family import Family
+from models.spec.family import Family, RecurrentKind
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _INTERVAL = 4  # by default each fourth layer has full attention
@@ -15,8 +15,7 @@ class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of gated delta net layers in elements.
 
     Each of `key_heads` serves value_heads / key_heads value heads, which have a state of key_dim x
-    value_dim each. `taps`: inputs of the convolution. `by_key_head`: so are the projections
-    stored, in two tensors.
+    value_dim each. `taps`: inputs of the convolution. `kind`: of the family (Family.recurrent).
     """
 
     layers: tuple[int, ...]
@@ -25,7 +24,7 @@ class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     taps: int
-    by_key_head: bool
+    kind: RecurrentKind
 
     @property
     def heads_per_key(self) -> int:
@@ -44,7 +43,9 @@ class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> RecurrentSpec | None:
     """Read the sizes; None if all layers have full attention. Raises CheckpointError."""
-    types = config.raw("layer_types")
+    types, is_kimi = config.raw("layer_types"), family.recurrent == "by_row"
+    if types is None and is_kimi:
+        types = _kimi_types(config, num_layers)
     if types is None:
         every = config.positive_int("full_attention_interval", default=_INTERVAL)
         types = [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
@@ -56,6 +57,8 @@ def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> Rec
     layers = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
     if not layers:
         return None
+    if is_kimi:
+        return _read_kimi(config, layers, num_layers)
     spec = RecurrentSpec(
         layers=layers,
         key_heads=config.positive_int("linear_num_key_heads", default=16),
@@ -63,13 +66,57 @@ def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> Rec
         key_dim=config.positive_int("linear_key_head_dim", default=128),
         value_dim=config.positive_int("linear_value_head_dim", default=128),
         taps=config.positive_int("linear_conv_kernel_dim", default=4),
-        by_key_head=family.recurrent == "by_key_head",
+        kind="by_key_head" if family.recurrent == "by_key_head" else "separate",
     )
     if spec.value_heads % spec.key_heads:
         raise config.error(
             "linear_num_value_heads",
             f"linear_num_key_heads={spec.key_heads} does not divide {spec.value_heads}",
         )
+    _check_layers(config, layers, num_layers)
+    return spec
+
+
+def _check_layers(config: ConfigFields, layers: tuple[int, ...], num_layers: int) -> None:
     if len(layers) == num_layers:
         raise config.error("layer_types", f"none of {num_layers} layers has full attention")
-    return spec
+
+
+def _kimi_types(config: ConfigFields, num_layers: int) -> list[str | None]:
+    """Return layer types by `linear_attn_config`, which counts from 1, or the default ones."""
+    stated = config.section("linear_attn_config")
+    if not (stated.has("full_attn_layers") and stated.has("kda_layers")):
+        return [FULL if layer and layer % _INTERVAL == 0 else LINEAR for layer in range(num_layers)]
+    types: list[str | None] = [None] * num_layers
+    for key, kind in (("full_attn_layers", FULL), ("kda_layers", LINEAR)):
+        for number in stated.int_list(key):
+            if not 1 <= number <= num_layers or types[number - 1] not in (None, kind):
+                raise stated.error(
+                    key, f"{number} is not one of {num_layers} layers, or has a type"
+                )
+            types[number - 1] = kind
+    if None in types:
+        raise stated.error("kda_layers", f"layer {types.index(None) + 1} has no type")
+    return types
+
+
+def _read_kimi(config: ConfigFields, layers: tuple[int, ...], num_layers: int) -> RecurrentSpec:
+    stated = config.section("linear_attn_config")
+    sizes = {
+        key: stated.positive_int(key, default=config.positive_int(usual, default=default))
+        for key, usual, default in (
+            ("num_heads", "linear_num_heads", 32),
+            ("head_dim", "linear_head_dim", 128),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+        )
+    }
+    _check_layers(config, layers, num_layers)
+    return RecurrentSpec(
+        layers=layers,
+        key_heads=sizes["num_heads"],
+        value_heads=sizes["num_heads"],
+        key_dim=sizes["head_dim"],
+        value_dim=sizes["head_dim"],
+        taps=sizes["short_conv_kernel_size"],
+        kind="by_row",
+    )

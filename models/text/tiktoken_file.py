@@ -31,7 +31,9 @@ _KIMI: Final = (
     r"\s+(?!\S)",
     r"\s+",
 )
-PATTERNS: Final[Mapping[object, str]] = {"kimi_k2": "|".join(_KIMI)}
+PATTERNS: Final[Mapping[object, str]] = {
+    model: "|".join(_KIMI) for model in ("kimi_k2", "kimi_linear")
+}
 """Pattern of the words of a text, by model_type."""
 _RESERVED: Final = 256  # ids of special tokens behind the others
 

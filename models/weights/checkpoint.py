@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize
-from models.spec.checkpoint_files import INDEX, SINGLE
+from models.spec.checkpoint_files import INDEX, SINGLE, plain_name
 from models.spec.config_fields import read_json
 from models.spec.model import ModelSpec, read_spec
 from models.spec.safetensors_file import SafetensorsFile, TensorEntry
@@ -26,7 +26,6 @@ _LOADABLE = ("F32", "BF16", "F16")
 _FP8, _INT8 = "F8_E4M3", "I8"
 _SCALES = {_FP8: "_scale_inv", _INT8: "_scale"}
 _PACKED = "_packed"  # four int8, which 128 is added to, in an int32
-_MODEL, _TEXT_MODEL = "model.", "model.language_model."  # beside a vision model
 
 
 class Checkpoint:
@@ -50,8 +49,8 @@ class Checkpoint:
             self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
-        for name in [name for name in self._file_of if name.startswith(_TEXT_MODEL)]:
-            plain = _MODEL + name.removeprefix(_TEXT_MODEL)
+        for name in [name for name in self._file_of if plain_name(name) != name]:
+            plain = plain_name(name)
             if plain in self._file_of:
                 raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
             self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), name

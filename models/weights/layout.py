@@ -67,20 +67,23 @@ def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
+    """Return q [H*d, D], k [G*d, D], v [G*v, D], o [D, H*v] of a layer, and their norms."""
     if spec.latent is not None:
         return _latent_tensors(spec, spec.latent, layer)
     at = f"model.layers.{layer}"
     D, d = spec.hidden_size, spec.head_dim
-    q, kv = spec.num_heads * d, spec.num_kv_heads * d
+    q, kv = spec.num_heads * d, spec.kv_heads(layer) * d
+    values, attended = spec.kv_heads(layer) * spec.value_dim, spec.num_heads * spec.value_dim
     weight_specs = {}
     stored_q = 2 * q if spec.family.gates_queries else q
-    for role, rows, columns in (("q", stored_q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
+    sizes = (("q", stored_q, D), ("k", kv, D), ("v", values, D), ("o", D, attended))
+    for role, rows, columns in sizes:
         weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias and (role != "o" or spec.family.has_output_bias):
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
-    if spec.family.sinks:
-        weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
+    if spec.has_sinks(layer):
+        names = tuple(f"{at}.self_attn.{name}" for name in spec.family.sink_names)
+        weight_specs["sinks"] = WeightSpec(names, (spec.num_heads,))
     if spec.family.sandwich_norm:
         weight_specs["out_norm"] = _one(f"{at}.post_attention_layernorm.weight", D)
     if spec.family.gates_attention:
@@ -94,15 +97,17 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def recurrent_tensors(spec: ModelSpec, sizes: RecurrentSpec, layer: int) -> WeightSpecs:
-    """Return the tensors of a gated delta net layer.
+    """Return the tensors of a layer with states; see `_kimi_tensors`, or a gated delta net's.
 
     By key head, qkvz has rows of q, k, v and z, and ba of b and a, one per value head; qkv, z, b
     and a are not by key head. conv [channels of qkv, 1, taps], rates and biases [value heads].
     """
+    if sizes.kind == "by_row":
+        return _kimi_tensors(spec, sizes, layer)
     at, D, V = f"model.layers.{layer}.linear_attn", spec.hidden_size, sizes.value_heads
     mixed, values = sizes.key_heads * sizes.mixed_dim, V * sizes.value_dim
     rows = {"qkvz": mixed + values, "ba": 2 * V}
-    if not sizes.by_key_head:
+    if sizes.kind == "separate":
         rows = {"qkv": mixed, "z": values, "b": V, "a": V}
     return {
         **{role: _one(f"{at}.in_proj_{role}.weight", size, D) for role, size in rows.items()},
@@ -111,6 +116,29 @@ def recurrent_tensors(spec: ModelSpec, sizes: RecurrentSpec, layer: int) -> Weig
         "biases": WeightSpec((f"{at}.dt_bias",), (V,), float32=True),
         "norm": _one(f"{at}.norm.weight", sizes.value_dim),
         "o": _one(f"{at}.out_proj.weight", D, values),
+    }
+
+
+def _kimi_tensors(spec: ModelSpec, sizes: RecurrentSpec, layer: int) -> WeightSpecs:
+    """Return the tensors of Kimi's delta attention with H heads of d.
+
+    q, k and v [H*d, D], their convolutions [H*d, 1, taps], b [H, D]; of decays f and gates g: a [d,
+    D], then b [H*d, d].
+    """
+    at, D = f"model.layers.{layer}.self_attn", spec.hidden_size
+    H, d = sizes.key_heads, sizes.key_dim
+    tensors = {role: _one(f"{at}.{role}_proj.weight", H * d, D) for role in ("q", "k", "v")}
+    for role in ("q", "k", "v"):
+        tensors[f"{role}_conv"] = _one(f"{at}.{role}_conv1d.weight", H * d, 1, sizes.taps)
+    for role in ("f", "g"):
+        tensors[f"{role}_a"] = _one(f"{at}.{role}_a_proj.weight", d, D)
+        tensors[f"{role}_b"] = _one(f"{at}.{role}_b_proj.weight", H * d, d)
+    return tensors | {
+        "b": _one(f"{at}.b_proj.weight", H, D),
+        "rates": WeightSpec((f"{at}.A_log",), (1, 1, H, 1), float32=True),
+        "biases": WeightSpec((f"{at}.dt_bias",), (H * d,), float32=True),
+        "norm": _one(f"{at}.o_norm.weight", d),
+        "o": _one(f"{at}.o_proj.weight", D, H * d),
     }
 
 
@@ -180,7 +208,7 @@ def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSp
 
 def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return gate and up [F, D], down [D, F] of a dense layer's MLP."""
-    at = f"model.layers.{layer}.{spec.family.mlp}"
+    at = tuple(f"model.layers.{layer}.{name}" for name in spec.family.mlp)
     return _mlp_tensors(at, spec.hidden_size, spec.dense_ffn_size)
 
 
@@ -195,17 +223,16 @@ def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     names, gate = _of_layer(spec.family.shared, layer), spec.family.shared_gate
     if len(names) == 2:
         return {"gate_up": _one(names[0], 2 * F, D), "down": _one(names[1], D, F)}
-    weight_specs = _mlp_tensors(names[0], D, F)
+    weight_specs = _mlp_tensors(names, D, F)
     if gate is not None:
         weight_specs["output_gate"] = _one(gate.format(layer=layer), 1, D)
     return weight_specs
 
 
-def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
+def _mlp_tensors(at: Names, D: int, F: int) -> WeightSpecs:
     return {
-        "gate": _one(f"{at}.gate_proj.weight", F, D),
-        "up": _one(f"{at}.up_proj.weight", F, D),
-        "down": _one(f"{at}.down_proj.weight", D, F),
+        role: WeightSpec(tuple(f"{name}.{role}_proj.weight" for name in at), shape)
+        for role, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F)))
     }
 
 

@@ -81,8 +81,41 @@ REFUSED: list[tuple[str, Change, list[str]]] = [
         ["rope_parameters.partial_rotary_factor", "3", "12"],
     ),
     ("phimoe", {"num_experts_per_tok": 3}, ["num_experts_per_tok", "3", "2"]),
+    (
+        "phimoe",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 5,
+                "short_mscale": 1.2,
+                "rope_theta": 1e4,
+            }
+        },
+        ["rope_parameters.short_factor", "6 positive numbers"],
+    ),
+    *(
+        ("qwen3_moe", {"model_type": name}, ["model_type", name, "supported: qwen3_moe"])
+        for name in (
+            *("bailing_hybrid", "granitemoehybrid", "nemotron_h", "deepseek_v4", "minimax_m3_vl"),
+            "qwen3_vl_moe",
+        )
+    ),
+    (
+        "qwen3_moe",
+        {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_moe"}},
+        ["model_type", "'qwen3_vl_moe' around 'qwen3_moe'", "llama4, qwen3_5_moe"],
+    ),
     ("phimoe", {"rope_scaling": YARN}, ["rope_scaling.rope_type", "yarn", "default"]),
     ("ernie4_5_moe", {"use_bias": True}, ["use_bias", "True", "False"]),
+    ("mimo_v2_flash", {"num_key_value_heads": 2}, ["num_key_value_heads", "4", "6"]),
+    ("mimo_v2_flash", {"swa_rope_theta": 5e5}, ["swa_rope_theta", "500000", "10000"]),
+    ("mimo_v2_flash", {"hybrid_layer_pattern": [1, 1, 1]}, ["hybrid_layer_pattern", "[0, 1, 1]"]),
+    ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, ["add_full_attention_sink_bias"]),
+    (
+        "mimo_v2_flash",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters.full_attention", "rope_theta"],
+    ),
     ("llama4_text", {"num_experts_per_tok": 2}, ["num_experts_per_tok", "2", "1"]),
     ("llama4_text", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "4", "2"]),
     (

@@ -27,6 +27,8 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}  # fmt: skip
 _ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "long_mscale": 1.3,
+         "original_max_position_embeddings": 64}  # fmt: skip
 _ROPES = [
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "default", "rope_theta": 5e5},
@@ -35,6 +37,7 @@ _ROPES = [
     {**_LLAMA3, "rope_theta": 5e5},
 ]
 _LATENT_ROPES = [*_ROPES, {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}]
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _COMMON: Fields = {
     "num_attention_heads, num_key_value_heads, hidden_size": [(6, 2, 48), (4, 4, 40), (3, 1, 30)],
     "num_hidden_layers": [2, 3, 4],
@@ -62,6 +65,13 @@ _GRANITE: Fields = {
     **_LOCAL, **_BIASES, "embedding_multiplier": [1.0, 12.0], "residual_multiplier": [1.0, 0.22],
     "attention_multiplier": [0.35, 0.02], "logits_scaling": [1.0, 6.0],
 }  # fmt: skip
+
+
+def _by_kind(theta: float, fraction: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "partial_rotary_factor": fraction}
+    return {_FULL: {**rope, "rope_theta": theta}, _SLIDING: {**rope, "rope_theta": 1e3}}
+
+
 DRAWN: dict[str, Fields] = {
     "qwen2_moe": {
         **_HEADS, **_EXPERTS, "norm_topk_prob": [True, False], "qkv_bias": [True, False],
@@ -75,7 +85,7 @@ DRAWN: dict[str, Fields] = {
     "phimoe": {
         **_HEADS, **_BIASES, "num_local_experts": [3, 8], "num_experts_per_tok": [2, 1],
         "router_jitter_noise": [0.01, 0.3], "lm_head_bias": [True, False],
-        "sliding_window": [None, 9], "rope_parameters": _ROPES[:2],
+        "sliding_window": [None, 9], "rope_parameters": [*_ROPES[:2], _LONG],
     },
     "granitemoe": _GRANITE,
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": [0, 12]},
@@ -112,6 +122,21 @@ DRAWN: dict[str, Fields] = {
         "num_dense_layers": [0, 1], "num_shared_experts": [1, 2], "mup_enabled": [True, False],
         "route_scale": [1.0, 2.8],
     },
+    "mimo_v2_flash": {
+        **_BIASES, "head_dim": [12, 16], "v_head_dim": [5, 12, 20], "n_routed_experts": [5, 9],
+        "num_attention_heads, num_key_value_heads, hidden_size": [
+            (6, 1, 48), (8, 2, 40), (4, 1, 36),
+        ],
+        "num_experts_per_tok": [1, 3], "norm_topk_prob": [True, False],
+        "routed_scaling_factor": [None, 1.0, 2.5], "attention_value_scale": [None, 0.707, 2.0],
+        "sliding_window": [3, 11, 100],
+        "num_hidden_layers, layer_types, mlp_layer_types": [
+            (3, None, None), (2, [_FULL, _SLIDING], ["sparse"] * 2),
+            (3, [_SLIDING, _FULL, _SLIDING], None), (2, [_SLIDING] * 2, None),
+            (2, [_FULL] * 2, ["sparse", "dense"]),
+        ],
+        "rope_parameters": [_by_kind(1e4, 0.34), _by_kind(5e5, 1.0), _by_kind(5e5, 0.5)],
+    },
     "llama4_text": {
         **_HEADS, **_BIASES, "num_local_experts": [5, 8], "num_experts_per_tok": [1, 1, 2],
         "interleave_moe_layer_step": [1, 2], "no_rope_layer_interval": [2, 3],
@@ -129,6 +154,10 @@ def drawn(family: str, seed: int) -> dict[str, Any]:
         overrides.update(zip(names, value if len(names) > 1 else (value,), strict=True))
     if family in ("granitemoe", "granitemoeshared", "olmoe"):  # heads of hidden_size / heads
         overrides["head_dim"] = overrides["hidden_size"] // overrides["num_attention_heads"]
+    rope, pairs = overrides["rope_parameters"], overrides.get("head_dim", 0) // 2
+    if rope.get("rope_type") == "longrope":
+        rope["short_factor"] = [1.0 + 0.2 * chance.random() for _ in range(pairs)]
+        rope["long_factor"] = [2.0 + chance.random() for _ in range(pairs)]
     return overrides
 
 
@@ -137,32 +166,42 @@ def test_every_family_of_the_table_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("family", DRAWN)
-@torch.inference_mode()
 def test_random_models_have_the_logits_of_transformers_or_are_refused_by_name(
     tmp_path: Path, pytestconfig: pytest.Config, family: str
 ) -> None:
     """Prompts of two sequences in two chunks, then a decode step of both at a time."""
     draws, served = pytestconfig.getoption("family_draws"), 0
     for seed in range(draws):
-        overrides = drawn(family, seed)
-        oracle, folder = build_tiny_model(family, seed=seed, **overrides), tmp_path / str(seed)
-        oracle.set_experts_implementation("eager")
-        save_tiny_model(oracle, folder, family, fused=seed % 2 == 1)
-        model = loaded(folder)
-        if isinstance(model, CheckpointError):
-            message = str(model)
-            assert any(key in message for key in overrides), (overrides, message)
-            assert "\n" not in message
-            continue
-        sequences = prompts(seed, [41, 23], vocabulary=97)
-        expected = [oracle(torch.tensor([ids])).logits[0] for ids in sequences]
-        found = logits_in_pieces(model, sequences)
-        difference = max(
-            float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)
-        )
-        assert difference < TOLERANCE, overrides
-        served += 1
+        served += is_served(tmp_path / str(seed), family, seed, drawn(family, seed))
     assert served > draws // 3
+
+
+def test_llama4_with_yarn_decodes_in_layers_without_rope(tmp_path: Path) -> None:
+    rope = {**_YARN, "rope_theta": 1e4, "attention_factor": 1.2}
+    fields = {"use_qk_norm": True, "rope_parameters": rope, "no_rope_layer_interval": 2}
+    assert is_served(tmp_path / "yarn", "llama4_text", 0, {**fields, "num_hidden_layers": 2})
+
+
+@torch.inference_mode()
+def is_served(folder: Path, family: str, seed: int, overrides: dict[str, Any]) -> bool:
+    """Return whether a model is served, with the logits of `transformers`; False: refused."""
+    oracle = build_tiny_model(family, seed=seed, **overrides)
+    oracle.set_experts_implementation("eager")
+    save_tiny_model(oracle, folder, family, fused=seed % 2 == 1)
+    model = loaded(folder)
+    if isinstance(model, CheckpointError):
+        message = str(model)
+        assert any(key in message for key in overrides), (overrides, message)
+        assert "\n" not in message
+        return False
+    sequences = prompts(seed, [41, 23], vocabulary=97)
+    expected = [oracle(torch.tensor([ids])).logits[0] for ids in sequences]
+    found = logits_in_pieces(model, sequences)
+    difference = max(
+        float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)
+    )
+    assert difference < TOLERANCE, (difference, overrides)
+    return True
 
 
 def loaded(folder: Path) -> LocalModel | CheckpointError:

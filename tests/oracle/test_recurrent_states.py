@@ -31,12 +31,12 @@ from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts, set_conf
 from tests.support.transformers_oracle import Oracle
 
 LINEAR, FULL = "linear_attention", "full_attention"
-DRAWS = 4
+FAMILIES = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear")
 
 
-def draw(seed: int) -> tuple[str, dict[str, Any]]:
-    """Return a family and config fields that published checkpoints vary."""
-    chance = random.Random(seed)
+def draw(family: str, seed: int) -> dict[str, Any]:
+    """Return config fields that published checkpoints vary."""
+    chance = random.Random(f"{family} {seed}")
     key_heads, kv_heads = chance.choice([1, 2, 3]), chance.choice([1, 2])
     types = [chance.choice([LINEAR, FULL]) for _ in range(chance.randint(1, 3))]
     fields: dict[str, Any] = {
@@ -55,35 +55,63 @@ def draw(seed: int) -> tuple[str, dict[str, Any]]:
         "tie_word_embeddings": chance.random() < 0.3,
         "attention_bias": chance.random() < 0.3,
     }
-    family = chance.choice(["qwen3_next", "qwen3_5_moe_text"])
+    if family == "kimi_linear":
+        return _drawn_kimi(fields, chance)
     if family == "qwen3_next":
         fields |= {"norm_topk_prob": chance.random() < 0.7, "intermediate_size": 40}
         fields["mlp_only_layers"] = chance.choice([[], [1]])
-    return family, fields
+    return fields
+
+
+def _drawn_kimi(fields: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    kept = ("layer_types", "num_hidden_layers", "linear_conv_kernel_dim", "tie_word_embeddings")
+    heads = chance.choice([2, 6])
+    groups = chance.choice([(1, 1), (3, 2)])
+    return {
+        **{key: fields[key] for key in (*kept, "attention_bias")},
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "linear_num_heads": chance.choice([1, 3]),
+        "linear_head_dim": chance.choice([8, 11, 16]),
+        "q_lora_rank": chance.choice([None, 22]),
+        "v_head_dim": chance.choice([5, 14]),
+        "n_shared_experts": chance.choice([1, 2]),
+        "n_group": groups[0],
+        "topk_group": groups[1],
+        "norm_topk_prob": chance.random() < 0.7,
+        "routed_scaling_factor": chance.choice([1.0, 2.4]),
+        "mlp_layer_types": chance.choice([None, ["sparse"] * fields["num_hidden_layers"]]),
+    }
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_random_configs_equal_transformers_in_prefill_chunks_and_decode(
-    tiny_checkpoint: Checkpoints, seed: int
+    tiny_checkpoint: Checkpoints, pytestconfig: pytest.Config, family: str
 ) -> None:
-    family, fields = draw(seed)
-    folder = tiny_checkpoint(family, **fields)
-    model, oracle = LocalModel.load(folder, dtype="float32"), Oracle(folder)
-    sequences = prompts(seed, [90, 1, 17])
-    for ids, logits in zip(sequences, model.forward(sequences), strict=True):
-        torch.testing.assert_close(logits, oracle.logits(ids), atol=1e-4, rtol=0)
-    tokens = model.greedy(sequences[2], 12)
-    assert tokens == oracle.greedy_choices(sequences[2], tokens)
+    for seed in range(pytestconfig.getoption("family_draws")):
+        folder = tiny_checkpoint(family, **draw(family, seed))
+        model, oracle = LocalModel.load(folder, dtype="float32"), Oracle(folder)
+        sequences = prompts(seed, [90, 1, 17])
+        for ids, logits in zip(sequences, model.forward(sequences), strict=True):
+            torch.testing.assert_close(logits, oracle.logits(ids), atol=1e-4, rtol=0)
+        tokens = model.greedy(sequences[2], 12)
+        assert tokens == oracle.greedy_choices(sequences[2], tokens), seed
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_next", "float32"), ("qwen3_next", "bfloat16"), ("kimi_linear", "float32")],
+)
 def test_bits_of_a_row_depend_neither_on_cuts_nor_on_other_sequences(
-    tiny_checkpoint: Checkpoints, dtype: Any
+    tiny_checkpoint: Checkpoints, family: str, dtype: Any
 ) -> None:
-    """Among them a decode, a start from a checkpoint, and one whose own slot is its source."""
-    model = LocalModel.load(tiny_checkpoint("qwen3_next"), dtype=dtype)
+    """Among them a decode, a start from a checkpoint, and one whose own slot is its source.
+
+    How a chunk attends to latents depends on its length: within rounding.
+    """
+    model = LocalModel.load(tiny_checkpoint(family), dtype=dtype)
     one, other = prompts(3, [75, 40])
     whole = model.run([SequenceSlice(one, 0, range(5))], model.new_pool(5))
     kv = model.new_pool(16, num_states=4)
@@ -97,16 +125,21 @@ def test_bits_of_a_row_depend_neither_on_cuts_nor_on_other_sequences(
         both[28:],
         model.run([SequenceSlice(one[74:], 74, range(5), state=StateRun(2, 2))], kv),
     ]
+    if family == "kimi_linear":
+        torch.testing.assert_close(torch.cat(found), whole, atol=2e-5, rtol=0)
+        torch.testing.assert_close(both[:28], whole[32:60], atol=2e-5, rtol=0)
+        return
     assert torch.equal(torch.cat(found), whole)
     assert torch.equal(both[:28], whole[32:60])
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_a_group_hits_prefixes_at_checkpoints_and_continues_what_it_preempts(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """With chunked prompts, too few blocks and too few slots, under two plans."""
     monkeypatch.setattr(state_slots, "CHECKPOINT_TOKENS", 64)
-    folder = tiny_checkpoint("qwen3_next")
+    folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(1, [70])[0]
     sequences = [shared + tail for tail in prompts(2, [3, 30, 12, 40, 1])] + prompts(3, [9])
@@ -159,11 +192,12 @@ def test_a_second_prompt_makes_a_checkpoint_where_it_leaves_the_first(
     [{}, {"disable_kv_cache": True}, {"experts": "streamed", "max_batch_tokens": 64}],
     ids=str,
 )
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_prefill_workers_give_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, mode: dict[str, Any]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, mode: dict[str, Any]
 ) -> None:
     """The last layer has states, and is computed for the last rows only."""
-    folder = tiny_checkpoint("qwen3_next")
+    folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(2, [50])[0]
     sequences = [shared + tail for tail in prompts(3, [3, 1, 40, 6])]
@@ -190,13 +224,22 @@ def test_prefill_workers_give_the_logits_and_tokens_of_the_single_process_path(
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected a positive integer"),
         ({"linear_key_head_dim": 9}, "has shape .* config.json implies"),
         ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "partial_rotary_factor"),
+        ({"layer_types": None, "linear_attn_config": {
+            "kda_layers": [1, 2], "full_attn_layers": [2, 4]}}, "kda_layers: 2 is not one"),
+        ({"layer_types": None, "linear_attn_config": {
+            "kda_layers": [1, 2], "full_attn_layers": [4]}}, "kda_layers: layer 3 has no type"),
+        ({"linear_attn_config": {"head_dim": 9}}, "has shape .* config.json implies"),
+        ({"num_experts_per_token": 0}, "num_experts_per_token: expected a positive integer"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_token: 3, but num_experts_per_tok is 2"),
+        ({"mla_use_nope": False}, "mla_use_nope: False is not supported"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_bad_fields_are_refused_before_weights_are_read(
     tiny_checkpoint: Checkpoints, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    folder = tiny_checkpoint("qwen3_next")
+    is_kimi = {*fields} & {"linear_attn_config", "mla_use_nope"} or "num_experts" in str(fields)
+    folder = tiny_checkpoint("kimi_linear" if is_kimi else "qwen3_next")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     set_config(tmp_path, **fields)

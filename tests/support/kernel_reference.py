@@ -191,14 +191,16 @@ def delta_net_reference(
 ) -> Tensor:
     """A gated delta net in float64, one token and key head at a time; changes `state` in place.
 
-    decays: rates and biases [G, R]. state: latest inputs [G, C - 1, w], states [G, R, k, v].
+    decays: rates [G, R], and biases [G, R], or [G, k] of the rows of a state (R = 1). state: latest
+    inputs [G, C - 1, w], states [G, R, k, v].
     Returns [T, G, R, v].
     """
-    (rates_GR, biases_GR), (inputs, states) = decays, state
+    (rates_GR, biases_GA), (inputs, states) = decays, state
     (G, R, K, V), outs = states.shape, []
+    by_row = biases_GA.shape[1] != R
     w = 2 * K + R * V
     for x_P in x_TP.double():
-        heads_G, gates_G = x_P[: G * (w + R * V)].view(G, -1), x_P[G * (w + R * V) :].view(G, 2, R)
+        heads_G, gates_G = x_P[: G * (w + R * V)].view(G, -1), x_P[G * (w + R * V) :].view(G, -1)
         for g in range(G):
             window_Cw = torch.cat((inputs[g], heads_G[g, None, :w]))
             inputs[g] = window_Cw[1:]
@@ -206,12 +208,13 @@ def delta_net_reference(
             q_K, k_K = (part / (part.square().sum() + 1e-6).sqrt() for part in
                         (mixed_w[:K], mixed_w[K : 2 * K]))  # fmt: skip
             for r in range(R):
-                soft = torch.nn.functional.softplus(gates_G[g, 1, r] + biases_GR[g, r])
+                soft_A = torch.nn.functional.softplus(gates_G[g, R:] + biases_GA[g])
+                soft = soft_A[:, None] if by_row else soft_A[r]
                 S_KV = states[g, r].mul_((-rates_GR[g, r] * soft).exp())
                 v_V = mixed_w[2 * K + r * V : 2 * K + (r + 1) * V]
-                S_KV += torch.outer(k_K, (v_V - k_K @ S_KV) * gates_G[g, 0, r].sigmoid())
+                S_KV += torch.outer(k_K, (v_V - k_K @ S_KV) * gates_G[g, r].sigmoid())
                 out_V = q_K @ S_KV / math.sqrt(K)
                 normed_V = out_V / (out_V.square().mean() + eps).sqrt() * norm_V.double()
                 z_V = heads_G[g, w + r * V : w + (r + 1) * V]
-                outs.append(normed_V * torch.nn.functional.silu(z_V))
+                outs.append(normed_V * (z_V.sigmoid() * (1.0 if by_row else z_V)))
     return torch.stack(outs).view(-1, G, R, V)

@@ -98,6 +98,7 @@ _CLASSES = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "afmoe": "Afmoe",
     "llama4_text": "Llama4",
+    "mimo_v2_flash": "MiMoV2Flash",
 }
 _SCORED = {
     "n_routed_experts": 9,
@@ -128,6 +129,14 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
               "num_dense_layers": 1, "sliding_window": 11, "global_attn_every_n_layers": 2,
               "mup_enabled": True, "route_scale": 1.3},
+    "mimo_v2_flash": {"n_routed_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
+                      "num_key_value_heads": 1, "v_head_dim": 9, "sliding_window": 11,
+                      "layer_types": ["full_attention", *["sliding_attention"] * 2],
+                      "rope_parameters": {
+                          kind: {"rope_type": "default", "rope_theta": theta,
+                                 "partial_rotary_factor": 0.34}
+                          for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e4))
+                      }},
     "llama4_text": {"num_local_experts": 7, "num_experts_per_tok": 1, "intermediate_size": 20,
                     "intermediate_size_mlp": 56, "interleave_moe_layer_step": 2,
                     "num_hidden_layers": 4, "no_rope_layer_interval": 2,
@@ -152,6 +161,18 @@ _WITH_STATES = {
 }
 for _family in _STATES:
     _FAMILY[_family] = _WITH_STATES
+_CLASSES["kimi_linear"] = "KimiLinear"
+_FAMILY["kimi_linear"] = {
+    **{key: value for key, value in _LATENT.items() if key != "head_dim"},
+    "num_experts": 9,
+    "q_lora_rank": None,
+    "num_hidden_layers": 4,
+    "layer_types": _WITH_STATES["layer_types"],
+    "linear_num_heads": 3,
+    "linear_head_dim": 10,
+    "routed_scaling_factor": 1.3,
+    "pad_token_id": 0,
+}
 _CLASSES |= {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
 _FAMILY["deepseek_v32"] = {
     **_FAMILY["deepseek_v3"],
@@ -165,6 +186,7 @@ _FAMILY["glm_moe_dsa"] = {
     "topk_group": 1,
     "indexer_types": ["full", "shared", "full"],
 }
+ALL_FAMILIES = tuple(_FAMILY)
 
 
 def make_tiny_checkpoint(
@@ -202,10 +224,8 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
     """The `transformers` model in float32, evaluation mode; norms and biases are random too."""
     import transformers
 
-    suffix = "TextConfig" if family.endswith("_text") else "Config"
-    config_class = getattr(transformers, f"{_CLASSES[family]}{suffix}")
     model_class = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")
-    config = config_class(**{**_COMMON, **_FAMILY[family], **overrides})
+    config = text_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).eval()
@@ -221,6 +241,15 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)
     return model
+
+
+def text_config(family: str, **overrides: Any) -> Any:
+    """Return the `transformers` configuration of a tiny model."""
+    import transformers
+
+    suffix = "TextConfig" if family.endswith("_text") else "Config"
+    config_class = getattr(transformers, f"{_CLASSES[family]}{suffix}")
+    return config_class(**{**_COMMON, **_FAMILY[family], **overrides})
 
 
 def _spell_as_before(path: Path) -> None:

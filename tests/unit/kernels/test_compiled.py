@@ -310,28 +310,35 @@ def test_experts_of_different_layers_share_products() -> None:
     assert part.addresses.tolist() == products.addresses[1:].tolist()
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=15)
 @given(
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 20)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(2, 20), st.integers(1, 20)),
     st.integers(2, 5),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_delta_net_equals_reference_for_several_sequences(
-    dtype: torch.dtype, sizes: tuple[int, int, int, int], taps: int, lengths: list[int]
+    dtype: torch.dtype,
+    by_row: bool,
+    sizes: tuple[int, int, int, int],
+    taps: int,
+    lengths: list[int],
 ) -> None:
     (G, R, K, V), T, N = sizes, sum(lengths), len(lengths)
-    w, eps = 2 * K + R * V, 1e-3
+    R = 1 if by_row else R
+    w, eps, A = 2 * K + R * V, 1e-3, K if by_row else R
     x_TP, conv = (
         numbers(*shape, seed=T + K, dtype=dtype)
-        for shape in ((T, G * (w + R * V + 2 * R)), (G, taps, w))
+        for shape in ((T, G * (w + R * V + R + A)), (G, taps, w))
     )
     rates, biases, states = (numbers(*shape, seed=V).abs() for shape in
-                             ((G, R), (G, R), (N, G, R, K, V)))  # fmt: skip
+                             ((G, R), (G, A), (N, G, R, K, V)))  # fmt: skip
     norm, inputs = (numbers(*shape, seed=V, dtype=dtype) for shape in
                     ((V,), (N, G, taps - 1, w)))  # fmt: skip
     addresses = (tensor.data_ptr() for tensor in (conv, rates, biases, norm))
-    fields = np.array((dtype is torch.float32, *sizes, taps, *addresses, bits_of(eps)), np.int64)
+    call_sizes = dtype is torch.float32, G, R, K, V, taps
+    fields = np.array((*call_sizes, *addresses, bits_of(eps), by_row), np.int64)
     firsts = np.cumsum([0, *lengths])[:-1]
     kept = inputs.double(), states.double()
     entries = np.array([

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -89,13 +90,67 @@ def test_tensors_of_the_same_model_in_transformers_are_all_read(tmp_path: Path, 
     config.pop("quantization_config", None)
     kind = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
     (tmp_path / "config.json").write_text(json.dumps(config))
+    has_vision = "text_config" in config
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if has_vision
+        else transformers.AutoModelForCausalLM
+    )
     with torch.device("meta"):
         made = transformers.CONFIG_MAPPING[kind].from_dict({**config, "model_type": kind})
-        model = transformers.AutoModelForCausalLM.from_config(made)
+        model = auto.from_config(made)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+    if config["model_type"] == "kimi_linear":
+        shapes = stored_kimi_shapes(shapes)
     write_header(tmp_path, {key: shape for key, shape in shapes.items() if key not in tied})
-    assert check_checkpoint(tmp_path).hidden_size == config["hidden_size"]
+    text = config["text_config"] if has_vision else config
+    assert check_checkpoint(tmp_path).hidden_size == text["hidden_size"]
+
+
+def stored_kimi_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the names of the published files, where convolutions are stored one by one."""
+    stored = dict[str, list[int]]()
+    for name, shape in shapes.items():
+        name = name.replace(".forget_gate.", ".")
+        if ".mlp." in name and ".layers.0." not in name:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            roles = ("w1", "w3") if "gate_up" in name else ("w2",)
+            at = name.rpartition(".")[0]
+            for expert, role in itertools.product(range(shape[0]), roles):
+                stored[f"{at}.{expert}.{role}.weight"] = [shape[1] // len(roles), shape[2]]
+        elif name.endswith(".conv1d.weight"):
+            for role in "qkv":
+                part = name.replace(".conv1d.", f".{role}_conv1d.")
+                stored[part] = [shape[0] // 3, *shape[1:]]
+        else:
+            stored[name] = shape
+    return stored
+
+
+def test_longrope_limits_the_context_to_the_original_one(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, published("Phi-3.5-MoE-instruct")).max_context_tokens == 4096
+
+
+def test_mimo_v2_flash(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, published("MiMo-V2-Flash"))
+    assert spec.sliding_windows[:7] == (None, 129, 129, 129, 129, None, 129)
+    assert kv_entry_shapes(spec, 0) == ((4, 192), (4, 128))
+    assert kv_entry_shapes(spec, 1) == ((8, 192), (8, 128))
+    ropes = [spec.rope_of(layer) for layer in (0, 1)]
+    assert [rope.theta for rope in ropes if rope] == [5e6, 1e4]
+    assert spec.rope_dim == 64
+
+
+def test_kimi_linear(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, published("Kimi-Linear-48B-A3B-Instruct"))
+    assert spec.recurrent is not None
+    full = {*range(27)} - {*spec.recurrent_layers}
+    assert full == {3, 7, 11, 15, 19, 23, 26}
+    assert kv_entry_shapes(spec, 3) == ((1, 576),)
+    assert spec.rope_of(3) is None
+    assert spec.max_context_tokens == 1 << 20
 
 
 @pytest.mark.parametrize("name", known_model_names())
