@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -35,6 +36,8 @@ from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
+from planner.online.buckets import bucket_of
+from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
@@ -236,6 +239,37 @@ def test_returning_planner_is_reconnected(rank: Rank) -> None:
         planner.hang_up()
         until(lambda: rank.planning.state == "lost")
         until(lambda: rank.planning.state == "ready")
+
+
+def test_trial_runs_a_few_batches_which_are_all_reported() -> None:
+    trial, reports = Plan(r1=2), list[BatchReport]()
+
+    def answer(query: PlanRequest) -> PlanResponse:
+        return msgspec.structs.replace(always(Plan())(query), trial=trial)
+
+    def knows_next() -> bool:
+        rank.planning.request_upcoming()
+        return all(bucket_of(each) in rank.link.plans for each in rank.scheduler.upcoming())
+
+    with closing(Rank(report_interval_s=3600)) as rank, planned(rank, answer) as planner:
+        seen = []
+        for _ in range(4):
+            rank.submit(1)
+        for number in range(3 + 2 * TRIAL_REPORTS):
+            batch, plan = rank.form()
+            seen.append(plan.r1)
+            for stage in (Stage.ATTENTION, Stage.SEND):
+                for part in range(plan.r1):
+                    task = "attention-0", stage, number, number + 1, batch.number, 0, part
+                    rank.planning.observe(TaskSpan(*task))
+            rank.run(batch)
+            until(knows_next)
+        while len(reports) < TRIAL_REPORTS:
+            message = planner.received.get(timeout=DEADLINE_S)
+            if isinstance(message, BatchReport):
+                reports.append(message)
+    assert all(report.plan.r1 == 2 for report in reports)
+    assert seen.count(2) == TRIAL_REPORTS
 
 
 def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
