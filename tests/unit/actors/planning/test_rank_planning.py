@@ -1,11 +1,13 @@
 """Plans of an attention rank: requested ahead, checked and counted."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.planning import stage_probe as stage_probe_module
 from actors.planning.calibration import BUDGET_S, PROBE_TOKENS, calibrate
 from actors.planning.link_probe import link_probe
 from actors.planning.planner_inputs import layer_routing
@@ -472,11 +475,17 @@ def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: Checkpoints) -> N
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: Checkpoints) -> None:
+def test_served_batch_has_time_outside_layers(
+    family: str, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is timed takes a second, so that layers with experts are at their median."""
+    seconds = itertools.count()
+    monkeypatch.setattr(stage_probe_module, "time", SimpleNamespace(thread_time=seconds.__next__))
     folder = tiny_checkpoint(family)
     with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
         for micro_batches in (1, 2):
-            assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) > 0
+            # Forming and completing the batch, and at least two steps that end no attention task.
+            assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) >= 4
         assert probe.run(RAGGED, seed=0).attention  # goes on as before
 
 
