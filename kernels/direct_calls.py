@@ -42,6 +42,7 @@ from kernels.compiled import (
     read_numbers,
     write_numbers,
 )
+from kernels.replica_choice import choose_replicas
 from kernels.row_ops import group_pairs
 from kernels.thread_pool import FUTEX, atomic_read, atomic_write, syscall, yield_core
 
@@ -116,16 +117,16 @@ def _wait_for(area: int, number: int, until_ns: int, spin_ns: int) -> bool:
 
 @compiled
 def _send_rows(
-    peer: int, size: int, T: int, D: int, K: int, x: int, ids: int, weights: int, local: int,
+    peer: int, size: int, T: int, D: int, K: int, x: int, slots: int, weights: int, local: int,
     call: int, sent_rows: Any,
 ) -> int:  # fmt: skip
     """Send a rank the rows and pairs of its experts, and return the number of rows U.
 
-    Pairs are sorted by local expert, then by row. local: as of `group_pairs`. sent_rows [T]: set to
-    the rows of the batch.
+    Pairs are sorted by local expert, then by row. local: of each slot, as of `group_pairs`.
+    sent_rows [T]: set to the rows of the batch.
     """
     area, x_at, rows_at, weights_at, counts_at, _, event, e = carray(int64_at(peer), (PEER_FIELDS,))
-    group_pairs(ids, weights, local, T * K, K, e, rows_at, weights_at, counts_at)
+    group_pairs(slots, weights, local, T * K, K, e, rows_at, weights_at, counts_at)
     counts, place_T, U, N = carray(int64_at(counts_at), (e,)), np.zeros(T, np.int64), 0, 0
     for expert in range(e):
         N += counts[expert]
@@ -186,7 +187,8 @@ def _add_replies(
     total[0] = row[0] = np.float32(0.0)  # they live until here
 
 
-CALLER_FIELDS: Final = 10
+CALLER_FIELDS: Final = 11
+CHOICE_FIELDS: Final = 4  # experts E; addresses of sets of ranks, slots, result
 
 
 @compiled
@@ -195,63 +197,111 @@ def decode_remote_layers(
 ) -> int:
     """Run layers [first, last) with remote experts; return the layer reached.
 
-    tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; places
-    [L, R], addresses of each expert's index on a rank (`group_pairs`); peers [R, PEER_FIELDS]; the
-    call, CALL_FIELDS and the status, which is set if a layer's experts are not complete: LATE after
-    wait_ns, or DECLINED; sent [L, R], rows sent to each rank; sent_rows [R, T]; answered [L, R] and
-    ends [L, CLOCK_FIELDS], in ns. resumes: the first layer's experts have been called. spin_ns:
-    time to wait awake.
+    tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; choices
+    [L, CHOICE_FIELDS] (`_choose_slots`); places [R], addresses of each slot's index on a rank
+    (`group_pairs`); peers [R, PEER_FIELDS]; the call, CALL_FIELDS and the status, which is set if a
+    layer's experts are not complete: LATE after wait_ns, or DECLINED; sent [L, R], rows sent to
+    each rank; sent_rows [R, T]; answered [L, R] and ends [L, CLOCK_FIELDS], in ns. resumes: the
+    first layer's experts have been called. spin_ns: time to wait awake.
     """
-    R, layers, batches, places, peers, call, sent, sent_rows, answered, clock = carray(
+    call = carray(int64_at(tables), (CALLER_FIELDS,))[6]
+    status = carray(int64_at(call + CALL_FIELDS * 8), (1,))
+    status[0] = DONE
+    for layer in range(first, last):
+        if not resumes or layer > first:
+            _call_experts(pool, tables, layer)
+        status[0] = _await_replies(tables, layer, now_ns() + wait_ns, spin_ns)
+        if status[0] != DONE:
+            return layer
+        _add_experts(tables, layer)
+    return last
+
+
+@compiled
+def _call_experts(pool: int, tables: int, layer: int) -> None:
+    """Run a layer's attention, send its rows, and run its MLP."""
+    R, layers, batches, choices, places, peers, call, sent, sent_rows, _, clock = carray(
         int64_at(tables), (CALLER_FIELDS,)
     )
-    fields, peer_R = int64_at(call), carray(int64_at(peers), (R, PEER_FIELDS))
-    fields[CALL_FIELDS] = DONE
-    for layer in range(first, last):
-        layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
-        fixed = carray(int64_at(layer_at), (LAYER_FIELDS,))
-        batch = carray(int64_at(batch_at), (BATCH_FIELDS,))
-        T, hidden, ids, weights, wide, mlp_out = (
-            batch[0], batch[1], batch[9], batch[10], batch[11] != 0, batch[13],
-        )  # fmt: skip
-        D, K, has_mlp, size = fixed[1], fixed[TOP_K_FIELD], fixed[MLP_FIELD] != 0, 4 if wide else 2
-        x = batch[14] if fixed[WEIGHS_FIELD] else batch[8]
-        ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
+    layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
+    fixed = carray(int64_at(layer_at), (LAYER_FIELDS,))
+    batch = carray(int64_at(batch_at), (BATCH_FIELDS,))
+    T, D, K, size = batch[0], fixed[1], fixed[TOP_K_FIELD], 4 if batch[11] else 2
+    x = batch[14] if fixed[WEIGHS_FIELD] else batch[8]
+    ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
+    attend_layer(pool, layer_at, batch_at)
+    ends[0] = now_ns()
+    if K:
+        slots = _choose_slots(choices + layer * CHOICE_FIELDS * 8, batch[9], T, K, R)
+        carray(int64_at(call), (CALL_FIELDS,))[1] = layer
         sent_U = carray(int64_at(sent + layer * R * 8), (R,))
-        answered_R = carray(int64_at(answered + layer * R * 8), (R,))
-        sent_RT = carray(int64_at(sent_rows), (R, T))
-        if not resumes or layer > first:
-            attend_layer(pool, layer_at, batch_at)
-            ends[0] = now_ns()
-            fields[1] = layer
-            local_R = carray(int64_at(places + layer * R * 8), (R,))
-            for rank in range(R if K else 0):
-                sent_U[rank] = _send_rows(
-                    peers + rank * PEER_FIELDS * 8, size, T, D, K, x, ids, weights, local_R[rank],
-                    call, sent_RT[rank],
-                )  # fmt: skip
-            ends[1] = now_ns()
-            run_layer_mlp(pool, layer_at, batch_at)
-            ends[2] = now_ns()
-        until_ns = now_ns() + wait_ns
+        sent_RT, local_R = carray(int64_at(sent_rows), (R, T)), carray(int64_at(places), (R,))
         for rank in range(R):
-            if sent_U[rank]:
-                area = peer_R[rank, 0]
-                if not _wait_for(area, atomic_read(area + REQUEST), until_ns, spin_ns):
-                    fields[CALL_FIELDS] = LATE
-                    return layer
-                answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
-                answered_R[rank] = answer[1]
-                if answer[0] != DONE:
-                    fields[CALL_FIELDS] = DECLINED
-                    return layer
-        ends[3] = now_ns()
-        if K:
-            shared = mlp_out if has_mlp else 0
-            _add_replies(peers, R, wide, T, D, hidden, shared, sent_RT, sent_U)
-        else:
-            add_rows(wide, hidden, mlp_out, T, D)
-    return last
+            sent_U[rank] = _send_rows(
+                peers + rank * PEER_FIELDS * 8, size, T, D, K, x, slots, batch[10], local_R[rank],
+                call, sent_RT[rank],
+            )  # fmt: skip
+    ends[1] = now_ns()
+    run_layer_mlp(pool, layer_at, batch_at)
+    ends[2] = now_ns()
+
+
+@compiled
+def _choose_slots(choice: int, ids: int, T: int, K: int, R: int) -> Any:
+    """Write the slot of each pair [T, K], and return the address.
+
+    choice: E; addresses of int64 sets of each expert's ranks (`choose_replicas`; 0: no replicas),
+    of its slots [E, R] (without replicas: [E]), and of the result.
+    """
+    E, sets, slots, result = carray(int64_at(choice), (CHOICE_FIELDS,))
+    ids_TK, slot_TK = carray(int64_at(ids), (T, K)), carray(int64_at(result), (T, K))
+    if sets:
+        sets_E, slot_ER = carray(int64_at(sets), (E,)), carray(int64_at(slots), (E, R))
+        choose_replicas(ids_TK, np.ones(T), sets_E, slot_ER, 0, np.zeros(R), slot_TK)
+        return result
+    slot_E = carray(int64_at(slots), (E,))
+    for t in range(T):
+        for k in range(K):
+            slot_TK[t, k] = slot_E[ids_TK[t, k]]
+    return result
+
+
+@compiled
+def _await_replies(tables: int, layer: int, until_ns: int, spin_ns: int) -> int:
+    """Wait for the replies of the ranks that were called; return DONE, LATE or DECLINED."""
+    R, _, _, _, _, peers, _, sent, _, answered, clock = carray(int64_at(tables), (CALLER_FIELDS,))
+    peer_R = carray(int64_at(peers), (R, PEER_FIELDS))
+    sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+    answered_R = carray(int64_at(answered + layer * R * 8), (R,))
+    for rank in range(R):
+        if sent_U[rank]:
+            area = peer_R[rank, 0]
+            if not _wait_for(area, atomic_read(area + REQUEST), until_ns, spin_ns):
+                return LATE
+            answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
+            answered_R[rank] = answer[1]
+            if answer[0] != DONE:
+                return DECLINED
+    carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))[3] = now_ns()
+    return DONE
+
+
+@compiled
+def _add_experts(tables: int, layer: int) -> None:
+    """Add a layer's replies and MLP to the residual."""
+    R, layers, batches, _, _, peers, _, sent, sent_rows, _, _ = carray(
+        int64_at(tables), (CALLER_FIELDS,)
+    )
+    fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
+    batch = carray(int64_at(batches + layer * BATCH_FIELDS * 8), (BATCH_FIELDS,))
+    T, D, hidden, wide, mlp_out = batch[0], fixed[1], batch[1], batch[11] != 0, batch[13]
+    if fixed[TOP_K_FIELD]:
+        sent_RT = carray(int64_at(sent_rows), (R, T))
+        sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+        shared = mlp_out if fixed[MLP_FIELD] else 0
+        _add_replies(peers, R, wide, T, D, hidden, shared, sent_RT, sent_U)
+    else:
+        add_rows(wide, hidden, mlp_out, T, D)
 
 
 @compiled

@@ -73,7 +73,7 @@ def _call_kernels() -> None:
     attention_ops.sum_experts(0, nothing.ctypes.data)
     attention_ops.decode_layers(*[0] * 7)
     tables = np.zeros(direct_calls.CALLER_FIELDS, np.int64)
-    tables[5] = nothing.ctypes.data
+    tables[6] = nothing.ctypes.data
     direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, False, 0, 0)
     direct_calls.serve_calls(*[0] * 11)
 

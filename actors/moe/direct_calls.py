@@ -25,6 +25,7 @@ from contracts.traces import Stage, TaskSpan
 from kernels.attention_ops import EXPERT_FIELDS
 from kernels.direct_calls import (
     CALL_FIELDS,
+    CHOICE_FIELDS,
     CLOCK_FIELDS,
     LATE,
     PEER_FIELDS,
@@ -50,6 +51,7 @@ from models.decoder.layer_decoder import (
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
+from planner.placement.replicas import FewestRanksChooser, RoundRobinChooser
 from planner.placement.slots import LayerSlots
 
 WAIT_S: Final = 0.005  # then the loop of the attention rank runs
@@ -172,8 +174,9 @@ class RemoteLayerDecoder(LayerDecoder):
         self._peers = np.zeros((ranks, PEER_FIELDS), np.int64)
         self._words: list[NDArray[np.int64]] = []
         self._areas = self._parts.endpoint.call_areas
-        if any(slots[layer].count != spec.num_experts for layer in spec.moe_layers):
-            return  # replicas: which one serves a pair depends on the others
+        choices = [slots[layer].choice for layer in spec.moe_layers]
+        if any(isinstance(choice, RoundRobinChooser) for choice in choices):
+            return
         layout = area_layout(spec)
         areas = {area.peer: area for area in self._areas}
         for entry, (low, high), name in zip(self._peers, bounds, topology.experts, strict=False):
@@ -189,18 +192,32 @@ class RemoteLayerDecoder(LayerDecoder):
             entry[:] = *layout.place(area.memory.data_ptr()), area.event, high - low
             self._words.append(area.memory[: READY + 8].numpy().view(np.int64))
         self._areas = self._parts.endpoint.call_areas
-        self._local = {each: _local_indices(each) for each in slots}  # layers are often equal
-        self._places = np.array(
-            [[row.ctypes.data for row in self._local[each]] for each in slots], np.int64
-        )
+        self._local_RS = _local_indices(bounds)
+        self._places = np.array([row.ctypes.data for row in self._local_RS])
+        self._choose_among(slots)
         shape = spec.num_layers, ranks
         self._sent, self._answered = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._sent_rows = np.zeros((ranks, self._most_rows), np.int64)
         tables = (
-            self._layers, self._batches, self._places, self._peers, self._call, self._sent,
-            self._sent_rows, self._answered, self._clock,
+            self._layers, self._batches, self._choices, self._places, self._peers, self._call,
+            self._sent, self._sent_rows, self._answered, self._clock,
         )  # fmt: skip
         self._tables = np.array([ranks, *(table.ctypes.data for table in tables)])
+
+    def _choose_among(self, slots: Sequence[LayerSlots]) -> None:
+        """Make the tables by which the call chooses the slot of each pair."""
+        self._slots_LTK = np.zeros(self._ids_LTK.shape, np.int64)
+        self._choices = np.zeros((len(slots), CHOICE_FIELDS), np.int64)
+        self._chosen = list[NDArray[np.int64]]()  # whose memory the table points to
+        for layer in self._half.spec.moe_layers:
+            placed, experts = slots[layer], self._half.spec.num_experts
+            if isinstance(placed.choice, FewestRanksChooser):
+                sets, slots_E = placed.choice.sets_E.ctypes.data, placed.choice.slot_ER
+            else:
+                sets, slots_E = 0, placed.of_pairs(np.arange(experts)).astype(np.int64)
+            self._chosen.append(slots_E)
+            result = self._slots_LTK[layer].ctypes.data
+            self._choices[layer] = experts, sets, slots_E.ctypes.data, result
 
     def _can_call(self) -> bool:
         """Return whether all ranks serve calls, and none computes one that was given up."""
@@ -217,9 +234,10 @@ class RemoteLayerDecoder(LayerDecoder):
         pair_bytes = len(routed) * pairs * _PAIR_BYTES
         endpoint.count_bytes(row_bytes + pair_bytes, row_bytes)
         ids_LN = self._ids_LTK.view(len(self._layers), -1)[:, :pairs].numpy()
+        slots_LN = self._slots_LTK.reshape(len(self._layers), -1)[:, :pairs]
         for layer in routed:
             placed, ids_N = self._topology.slots.layer(layer), ids_LN[layer]
-            counts.add_direct(layer, rows, ids_N, self._sent[layer], placed)
+            counts.add_direct(layer, rows, slots_LN[layer], self._sent[layer], placed)
             if sample is not None:
                 sample.routed((owner.batch, owner.micro_batch), ids_N.reshape(rows, -1))
             if not timeline.keeps:
@@ -232,13 +250,13 @@ class RemoteLayerDecoder(LayerDecoder):
                 timeline.add(TaskSpan(transfer, Stage.E2A, answered_s, arrived_s, *task))
 
 
-def _local_indices(placed: LayerSlots) -> NDArray[np.int64]:
-    """Return each expert's index on each rank [R, E], as of `group_pairs`; without replicas."""
-    slot_E = placed.of_pairs(np.arange(placed.count)).astype(np.int64)
-    low_R1, high_R1 = np.array(placed.bounds, np.int64).T[:, :, None]
-    is_there = (slot_E >= low_R1) & (slot_E < high_R1)
-    local_RE: NDArray[np.int64] = np.where(is_there, slot_E - low_R1, high_R1 - low_R1)
-    return local_RE
+def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return each slot's index on each rank [R, S], as of `group_pairs`."""
+    low_R1, high_R1 = np.array(bounds, np.int64).T[:, :, None]
+    slot_S = np.arange(high_R1.max())
+    is_there = (slot_S >= low_R1) & (slot_S < high_R1)
+    local_RS: NDArray[np.int64] = np.where(is_there, slot_S - low_R1, high_R1 - low_R1)
+    return local_RS
 
 
 class ServedCall(NamedTuple):

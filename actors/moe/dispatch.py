@@ -299,13 +299,13 @@ class DispatchCounts:
         self,
         layer: int,
         tokens: int,
-        ids_N: NDArray[np.int64],
+        slots_N: NDArray[np.int64],
         rows_R: NDArray[np.int64],
         placed: LayerSlots,
     ) -> None:
-        """Count a direct call of each rank: its rows, and experts without replicas."""
+        """Count a direct call of each rank: its rows, and the slots of all pairs."""
         self.tokens += tokens
-        pairs_S = np.bincount(placed.of_pairs(ids_N), minlength=placed.count)
+        pairs_S = np.bincount(slots_N, minlength=placed.count)
         self.add_totals(layer, rows_R, pairs_S, placed)
 
     def add_totals(

@@ -22,6 +22,7 @@ from contracts.clock import Clock
 from contracts.errors import HandshakeError
 from contracts.messages import FRAME_ERRORS, encode_frame, read_frame
 from contracts.placement import Placement
+from contracts.plan import Plan
 from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
@@ -76,6 +77,11 @@ class KnownPlan(NamedTuple):
 
     batch: Batch
     answer: PlanResponse
+    is_trial: bool = False
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.answer.trial if self.is_trial else self.answer.plan
 
 
 def rank_link(

@@ -39,6 +39,7 @@ from contracts.planner_messages import (
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import bucket_of
+from planner.online.split_trials import TRIAL_REPORTS
 from planner.schedule.batch_plan import default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
@@ -77,6 +78,7 @@ class RankPlanning(Observer):
         self._reported_s = clock()
         self._running: dict[int, _RunningBatch] = {}  # by the batch's number
         self._recorded_batch: int | None = None
+        self._trials: dict[int, tuple[int, int]] = {}  # version, batches run; by decode rows
         self._ended_s: float | None = None  # end of the last batch
         self._logged_state: str = NoPlanReason.OFF
         self._traffic = TrafficCounter(spec.name, pool_tokens, clock)
@@ -129,7 +131,7 @@ class RankPlanning(Observer):
         self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, chooser, reason or "")
         self.batches[general_label(plan)] += 1
         self._running[batch.number] = _RunningBatch(batch, plan, known, self._waiting_since(batch))
-        self._record_if_due(batch)
+        self._record_if_due(batch, is_trial=known is not None and known.is_trial)
         return plan
 
     def received(self, message: ClientMessage) -> None:
@@ -163,6 +165,8 @@ class RankPlanning(Observer):
         if self._recorded_batch != batch.number:
             return
         self._recorded_batch, spans = None, self._recorder.end()
+        if running is not None and running.known is not None and running.known.is_trial:
+            self._count_trial(running.known)
         if self._link is not None and running is not None and spans:
             self._link.report(lambda: self._report(running, spans))
 
@@ -185,16 +189,30 @@ class RankPlanning(Observer):
         known = link.plans.get(bucket_of(batch))
         if known is None or link.is_stale(known):
             link.request_plan(batch)
+        if known is not None:
+            known = known._replace(is_trial=self._is_trial_due(known))
         unavailable_reason = link.unavailable_reason()
         self._log_state(unavailable_reason or READY)
-        if known is None or known.answer.plan is None:
+        plan = None if known is None else known.plan
+        if known is None or plan is None:
             return None, None, unavailable_reason or NoPlanReason.NEW_SHAPE
         schedule = self._spec.config.schedule
-        plan = fit_plan(known.answer.plan, known.batch, batch, max_tokens=schedule.max_batch_tokens)
+        plan = fit_plan(plan, known.batch, batch, max_tokens=schedule.max_batch_tokens)
         if plan is None:
             link.request_plan(batch)
             return None, None, NoPlanReason.MISFIT
         return plan, known, None
+
+    def _is_trial_due(self, known: KnownPlan) -> bool:
+        """Return whether the next batch is measured under the trial of an answer."""
+        version, count = self._trials.get(bucket_of(known.batch).decode_rows, (0, 0))
+        is_run = version == known.answer.version and count >= TRIAL_REPORTS
+        return known.answer.trial is not None and not self._running and not is_run
+
+    def _count_trial(self, known: KnownPlan) -> None:
+        rows, version = bucket_of(known.batch).decode_rows, known.answer.version
+        before, count = self._trials.get(rows, (0, 0))
+        self._trials[rows] = version, count + 1 if version == before else 1
 
     def _log_state(self, state: str) -> None:
         """Log a change of the planner's state once."""
@@ -210,17 +228,14 @@ class RankPlanning(Observer):
         goes_on = any(chunk.sequence.generated for chunk in batch.chunks)
         return self._ended_s if goes_on and not self._running else None
 
-    def _record_if_due(self, batch: ScheduledBatch) -> None:
-        """Record a batch if a report is due and it runs alone."""
+    def _record_if_due(self, batch: ScheduledBatch, *, is_trial: bool) -> None:
+        """Record a batch that runs alone, if a report is due or it is a trial."""
         if len(self._running) > 1:
             self._recorded_batch, _ = None, self._recorder.end()
             return
         config, now_s = self._spec.config.planner, self._clock()
-        if (
-            self._link is not None
-            and config.refit
-            and now_s - self._reported_s >= config.report_interval_s
-        ):
+        is_due = is_trial or now_s - self._reported_s >= config.report_interval_s
+        if self._link is not None and config.refit and is_due:
             self._reported_s, self._recorded_batch = now_s, batch.number
             self._recorder.begin()
 

@@ -17,6 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from contracts.plan import Plan
 from contracts.planner_messages import BatchReport, ExpertReport
 from planner.costs.fit import OnlineLinear
@@ -129,18 +131,25 @@ class OnlinePlanner:
             raise NoPlanError(f"too few measured times yet of: {stages}")
         if tokens > most:
             raise NoPlanError(f"{tokens} tokens: none above {most:g} can be predicted yet")
-        bucket, chunk_ms = bucket_of(batch), self._models.chunk_time()
+        bucket = bucket_of(batch)
         try:
-            if self._trials.splits(bucket):
-                planned = planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
-            else:
-                planned = uncut_batch(spec, batch, chunk_ms)
+            planned = self._planned(spec, batch, is_cut=self._trials.splits(bucket))
+            if self._trials.lacks_other(bucket):
+                other = self._planned(spec, batch, is_cut=not self._trials.splits(bucket))
+                if (other.plan.r1 > 1) != (planned.plan.r1 > 1):
+                    planned = msgspec.structs.replace(planned, trial=other.plan)
         except ValueError as error:
             raise NoPlanError(str(error)) from None
         self._known[bucket] = planned
         while len(self._known) > MAX_SHAPES:
             self._known.popitem(last=False)
         return planned
+
+    def _planned(self, spec: PlanSpec, batch: Chunks, *, is_cut: bool) -> PlannedBatch:
+        chunk_ms = self._models.chunk_time()
+        if is_cut:
+            return planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
+        return uncut_batch(spec, batch, chunk_ms)
 
     def expected_ms(self, planned: PlannedBatch) -> float:
         """Return the expected makespan, with costs that have no stage model (logits, sampling)."""

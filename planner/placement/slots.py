@@ -23,12 +23,12 @@ class LayerSlots:
     """Slots of one layer.
 
     `bounds`: [first, last) of each rank (`lows_R`: the first); `count`: of all slots;
-    `expert_of_slot`, `slots_of_expert`: both directions."""
+    `expert_of_slot`, `slots_of_expert`: both directions; `choice`: of replicas, if it has any."""
 
     __slots__ = (
-        "_choice",
         "_first_E",
         "bounds",
+        "choice",
         "count",
         "expert_of_slot",
         "lows_R",
@@ -45,12 +45,12 @@ class LayerSlots:
         kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow integers sort faster
         self.lows_R: Array = np.array([low for low, _ in bounds], kind)
         self._first_E = np.array([each[0] for each in slots], kind)
-        self._choice: FewestRanksChooser | RoundRobinChooser | None = None
+        self.choice: FewestRanksChooser | RoundRobinChooser | None = None
         if len(experts) > len(slots):
             slot_ER = np.full((len(slots), len(bounds)), -1, kind)
             for rank, (low, high) in enumerate(bounds):
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
-            self._choice = replica_chooser(slot_ER)
+            self.choice = replica_chooser(slot_ER)
 
     def held(self, num_experts: int) -> Bools:
         """Return True for each expert on each rank [E, R]."""
@@ -67,9 +67,9 @@ class LayerSlots:
         """Return the slot that serves each pair [T, K], by the rule of `replicas.py`.
 
         free_rank: a rank that costs a token nothing. Equal ids give equal slots."""
-        if self._choice is None:
+        if self.choice is None:
             return self._first_E.take(topk_ids_TK)
-        return self._choice.slots(topk_ids_TK, free_rank)
+        return self.choice.slots(topk_ids_TK, free_rank)
 
 
 class ExpertPlacement:

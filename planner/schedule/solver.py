@@ -108,11 +108,15 @@ MakespanForm = Callable[[LayerTimes, Any, int], Any]
 
 
 class PlannedBatch(msgspec.Struct, frozen=True):
-    """A plan with its `samples` of one attention rank in `makespan_ms`."""
+    """A plan with its `samples` of one attention rank in `makespan_ms`.
+
+    trial: another plan, to be measured.
+    """
 
     plan: Plan
     makespan_ms: float
     samples: int
+    trial: Plan | None = None
 
     @property
     def samples_per_s(self) -> float:

@@ -14,6 +14,7 @@ from actors.moe import direct_calls
 from actors.moe.direct_calls import CallServer, RemoteLayerDecoder
 from actors.ranks.rank import Rank
 from contracts.messages import Tokens
+from contracts.ranks import Group
 from kernels.direct_calls import (
     DECLINED,
     PEER_FIELDS,
@@ -24,13 +25,16 @@ from kernels.direct_calls import (
     serve_calls,
 )
 from kernels.thread_pool import shared_pool
+from models.spec.model import read_spec
 from tests.support.group_harness import (
     RankConnection,
     ThreadGroup,
     greedy,
     group_config,
     loop_of,
+    meeting,
 )
+from tests.support.placements import replicated
 from tests.support.tiny_models import Checkpoints, prompts
 
 
@@ -93,6 +97,45 @@ def test_answers_and_counters_are_those_of_packets(
     # Requests may share batches differently, which changes copies to several ranks only.
     assert counted[0][0] == counted[1][0]
     assert counted[0][2] == counted[1][2]
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "overrides"),
+    [
+        ("qwen3_moe", [2, 3], {"num_experts": 11, "mlp_only_layers": [1]}),
+        ("deepseek_v3", [1, 0, 4], {}),
+        ("llama4_text", [3, 2], {}),
+    ],
+)
+def test_replicas_are_those_that_packets_choose(
+    tiny_checkpoint: Checkpoints, family: str, extra: list[int], overrides: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(family, **overrides)
+    spec = read_spec(folder)
+    placement = replicated(
+        spec.num_experts, extra, num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=3
+    )
+    placements = {Group.EXPERT: placement}
+    config = group_config(1, len(extra), kv={"prefix_cache": False})
+    found = []
+    for is_direct in (True, False):
+        group = ThreadGroup(folder, config, placements=placements)
+        with group, group.client() as client:
+            worker = group.attention[0]
+            decoder = decoder_of(worker)
+            if not is_direct:
+                decoder._most_rows = 0
+            with meeting(worker, 3):
+                requests = [
+                    client.submit(ids, sampling=greedy(24, logprobs=2))
+                    for ids in prompts(7, [5, 19, 33])
+                ]
+            answers = [client.generated(each) for each in requests]
+            counts = decoder._parts.counts
+            pairs = [each._pairs_S.tolist() for each in counts._layers.values()]
+            found.append((answers, counts.tokens, counts.copies, counts.pairs_R, pairs))
+            assert not is_direct or max(calls_of(worker)) > 40
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])

@@ -225,7 +225,8 @@ def test_decode_batches_are_split_only_if_that_measures_faster(slower: float, sp
     planner, batch = OnlinePlanner(setup), [(1, 2)] * 256
     group, seen = SimulatedGroup(setup, hardware(), noise=0.0, seed=0), []
     for _ in range(2 * TRIAL_REPORTS + 2):
-        plan = (planner.known(batch) or planner.plan(batch)).plan
+        planned = planner.known(batch) or planner.plan(batch)
+        plan = planned.trial or planned.plan
         seen.append(plan.r1 > 1)
         parts = [batch[low:high] for low, high in sequence_ranges([1.0] * len(batch), plan)]
         report, _ = group.run(parts, plan)
@@ -239,9 +240,12 @@ def test_the_other_way_of_a_decode_batch_is_measured_again() -> None:
     trials, bucket = SplitTrials(), bucket_of([(1, 2)] * 16)
     for ms in [2.0] * TRIAL_REPORTS:
         trials.add(bucket, True, ms)
+    assert trials.lacks_other(bucket)
     whole = [trials.add(bucket, False, 1.0) for _ in range(REPEAT_REPORTS)]
-    assert whole.count(True) == 1  # for the second trial
-    assert trials.splits(bucket)
+    assert whole.index(True) == TRIAL_REPORTS - 1  # unsplit batches were faster
+    assert whole.count(True) == 2  # for the second trial
+    assert not trials.splits(bucket), "batches are unsplit while the other way is measured"
+    assert trials.lacks_other(bucket)
     assert trials.splits(bucket_of([(1, 2)] * 64))
 
 

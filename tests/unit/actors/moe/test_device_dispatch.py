@@ -40,11 +40,11 @@ class Case:
         more = [extra * int(rng.integers(0, 3)) for _ in range(ranks)]
         made = replicated(experts, more, num_layers=1, moe_layers=[0], seed=seed)
         self.placed = LayerSlots(made.expert_of_slot[0], bounds_of(made.slots_per_rank))
-        if self.placed._choice is not None:  # the rule of a device
+        if self.placed.choice is not None:  # the rule of a device
             slot_ER = np.full((experts, ranks), -1)
             for rank, (low, high) in enumerate(self.placed.bounds):
                 slot_ER[self.placed.expert_of_slot[low:high], rank] = range(low, high)
-            self.placed._choice = RoundRobinChooser(slot_ER)
+            self.placed.choice = RoundRobinChooser(slot_ER)
         chosen = [rng.permutation(experts)[:top_k] for _ in range(tokens)]
         self.ids_TK = torch.from_numpy(np.stack(chosen))
         self.weights_TK = torch.from_numpy(rng.random((tokens, top_k), np.float32))

@@ -1,13 +1,16 @@
 """Plans of an attention rank: requested ahead, checked and counted."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.planning import stage_probe as stage_probe_module
 from actors.planning.calibration import BUDGET_S, PROBE_TOKENS, calibrate
 from actors.planning.link_probe import link_probe
 from actors.planning.planner_inputs import layer_routing
@@ -35,6 +39,8 @@ from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
+from planner.online.buckets import bucket_of
+from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
@@ -238,6 +244,37 @@ def test_returning_planner_is_reconnected(rank: Rank) -> None:
         until(lambda: rank.planning.state == "ready")
 
 
+def test_trial_runs_a_few_batches_which_are_all_reported() -> None:
+    trial, reports = Plan(r1=2), list[BatchReport]()
+
+    def answer(query: PlanRequest) -> PlanResponse:
+        return msgspec.structs.replace(always(Plan())(query), trial=trial)
+
+    def knows_next() -> bool:
+        rank.planning.request_upcoming()
+        return all(bucket_of(each) in rank.link.plans for each in rank.scheduler.upcoming())
+
+    with closing(Rank(report_interval_s=3600)) as rank, planned(rank, answer) as planner:
+        seen = []
+        for _ in range(4):
+            rank.submit(1)
+        for number in range(3 + 2 * TRIAL_REPORTS):
+            batch, plan = rank.form()
+            seen.append(plan.r1)
+            for stage in (Stage.ATTENTION, Stage.SEND):
+                for part in range(plan.r1):
+                    task = "attention-0", stage, number, number + 1, batch.number, 0, part
+                    rank.planning.observe(TaskSpan(*task))
+            rank.run(batch)
+            until(knows_next)
+        while len(reports) < TRIAL_REPORTS:
+            message = planner.received.get(timeout=DEADLINE_S)
+            if isinstance(message, BatchReport):
+                reports.append(message)
+    assert all(report.plan.r1 == 2 for report in reports)
+    assert seen.count(2) == TRIAL_REPORTS
+
+
 def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
     now_s = 10.0
     found: list[BatchReport] = []
@@ -438,11 +475,17 @@ def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: Checkpoints) -> N
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: Checkpoints) -> None:
+def test_served_batch_has_time_outside_layers(
+    family: str, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is timed takes a second, so that layers with experts are at their median."""
+    seconds = itertools.count()
+    monkeypatch.setattr(stage_probe_module, "time", SimpleNamespace(thread_time=seconds.__next__))
     folder = tiny_checkpoint(family)
     with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
         for micro_batches in (1, 2):
-            assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) > 0
+            # Forming and completing the batch, and at least two steps that end no attention task.
+            assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) >= 4
         assert probe.run(RAGGED, seed=0).attention  # goes on as before
 
 
