@@ -57,7 +57,7 @@ from kernels.stored import (
     unpack_panel,
     unpacked_pair,
 )
-from kernels.thread_pool import register_part, run_parts
+from kernels.thread_pool import PartNumber, register_part, run_parts
 
 
 class Arithmetic(enum.IntEnum):
@@ -474,7 +474,7 @@ def _multiply_rows(
             write_numbers(is_float32, to + t * stride, columns, sums[t])
 
 
-_MULTIPLY: Final = register_part(_multiply_part)
+_MULTIPLY: Final = register_part(PartNumber.MULTIPLY, _multiply_part)
 _PART_ELEMENTS = 1 << 16  # of the weight: some microseconds
 
 
@@ -503,7 +503,7 @@ def _heads_part(args: int, begin: int, end: int) -> None:
         _multiply_rows(kind, x_at, x_stride, w_at, 0, to, stride, T, K, N, 0, panels)
 
 
-_HEADS: Final = register_part(_heads_part)
+_HEADS: Final = register_part(PartNumber.MULTIPLY_HEADS, _heads_part)
 
 
 @compiled
@@ -633,7 +633,7 @@ def _experts_part(args: int, begin: int, end: int) -> None:
             first += count
 
 
-_EXPERTS: Final = register_part(_experts_part)
+_EXPERTS: Final = register_part(PartNumber.RUN_EXPERTS, _experts_part)
 
 
 @compiled
@@ -653,7 +653,7 @@ def _add_part(args: int, begin: int, end: int) -> None:
             out_n[d] += weight * y_n[d]
 
 
-_ADD: Final = register_part(_add_part)
+_ADD: Final = register_part(PartNumber.ADD_WEIGHTED, _add_part)
 _ADD_ELEMENTS = 1 << 15
 
 
