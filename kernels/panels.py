@@ -324,9 +324,18 @@ def _loop(
     for vector, first, end in zip(sums, before, ends, strict=True):
         vector.add_incoming(first, entry)
         vector.add_incoming(end, builder.block)
-    builder.cbranch(builder.icmp_signed("!=", following, count), loop, after)
+    branch = builder.cbranch(builder.icmp_signed("!=", following, count), loop, after)
+    branch.set_metadata("llvm.loop", _as_written(builder.module))
     builder.position_at_end(after)
     return ends
+
+
+def _as_written(module: ir.Module) -> Any:
+    """Return metadata of a loop that LLVM must not unroll: it runs odd counts of steps too far."""
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, [disable], name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # itself first, as LLVM requires
+    return loop
 
 
 def _step(

@@ -187,6 +187,8 @@ class Decodes:
     st.booleans(),
     st.sampled_from(DTYPES),
 )
+@example([40], (1, 4, 137), None, False, torch.float32)
+@example([40], (1, 16, 137), None, False, torch.float32)
 def test_decode_equals_reference_whatever_the_other_sequences(
     contexts: list[int],
     heads: tuple[int, int, int],
