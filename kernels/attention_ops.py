@@ -52,7 +52,7 @@ from kernels.row_ops import (
     scale_rows,
     write_rows,
 )
-from kernels.thread_pool import register_part, run_parts
+from kernels.thread_pool import PartNumber, register_part, run_parts
 
 TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
 ENTRY_COLUMNS: Final = 5
@@ -219,7 +219,7 @@ def _largest(values: Any, count: int, least: Any) -> Any:
     return least
 
 
-_ATTEND: Final = register_part(_attend_part)
+_ATTEND: Final = register_part(PartNumber.ATTEND, _attend_part)
 
 
 @compiled

@@ -87,7 +87,8 @@ def code_folder() -> Path | None:
     the functions that a function calls.
     """
     here = Path(__file__).parent
-    key = [path.read_bytes() for path in sorted(here.glob("*.py"))]
+    outside = {Path(function.py_func.__code__.co_filename) for function in _functions}
+    key = [path.read_bytes() for path in sorted({*here.glob("*.py"), *outside})]
     key.append(repr((_PROCESSOR, sys.version, numba.__version__, llvmlite.__version__)).encode())
     name = f"compiled-{hashlib.blake2b(b''.join(key), digest_size=8).hexdigest()}"
     for parent in (here / "__pycache__", Path("~/.cache/tandem")):

@@ -25,7 +25,7 @@ from kernels.compiled import (
     to_bfloat16,
     write_numbers,
 )
-from kernels.thread_pool import register_part, run_parts
+from kernels.thread_pool import PartNumber, register_part, run_parts
 
 LAYER_FIELDS: Final = 12
 CALL_FIELDS: Final = 4
@@ -155,7 +155,7 @@ def _advance_part(args: int, begin: int, end: int) -> None:
         write_numbers(wide, kept, (taps - 1) * w, window[: taps - 1].ravel())
 
 
-_ADVANCE: Final = register_part(_advance_part)
+_ADVANCE: Final = register_part(PartNumber.ADVANCE, _advance_part)
 
 
 @compiled

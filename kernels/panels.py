@@ -14,7 +14,6 @@ Shapes: T rows, K inputs, N outputs; experts: N (token, expert) pairs, D model d
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,11 +21,13 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.compiled import (
     F32,
+    I8,
     I32,
     I64,
     INTEGERS,
@@ -51,13 +52,15 @@ from kernels.stored import (
     HAS_PAIRS,
     BFloat,
     Storage,
-    paired,
+    layout_of,
     panel_bytes,
     rounded,
+    scales_of,
     unpack_panel,
-    unpacked_pair,
+    unpacked_pairs,
+    unpacked_unit,
 )
-from kernels.thread_pool import register_part, run_parts
+from kernels.thread_pool import PartNumber, register_part, run_parts
 
 
 class Arithmetic(enum.IntEnum):
@@ -123,6 +126,14 @@ _STEP_BYTES = 4 * LANES  # of a panel
 _BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
+_Sums = list[Any]
+"""A vector for each row and panel, row after row."""
+
+_Weights = list[tuple[int, list[Any]]]
+"""By element of x of a step, in bytes from the first: a vector of each panel. Vectors of integers
+are pairs of bfloat16, for the processor's dot products."""
+
+
 def _block(rows: int, panels: int) -> Any:
     """Return the intrinsic that multiplies `rows` rows by `panels` panels.
 
@@ -146,16 +157,18 @@ def _block(rows: int, panels: int) -> Any:
             arithmetic, x, x_stride, w, w_stride, steps, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
             w_panels = _addresses(builder, w, w_stride, panels)
+            zeros = [VECTOR([0.0] * LANES)] * (rows * panels)
             for kind in (Arithmetic.FLOAT32, _BFLOAT16):
                 chosen = builder.icmp_signed("==", arithmetic, I64(int(kind)))
                 with builder.if_then(chosen):
-                    weights = functools.partial(_plain_weights, builder, kind, w_panels)
-                    sums = _sums(builder, x_rows, panels, weights, steps)
-                    outs = _addresses(builder, out, out_stride, rows)
-                    for to, vectors in zip(outs, sums, strict=True):
-                        for panel, vector in enumerate(vectors):
-                            address = builder.add(to, I64(panel * _STEP_BYTES))
-                            builder.store(vector, pointer(builder, address, VECTOR), align=4)
+
+                    def step(number: Any, sums: _Sums, kind: Arithmetic = kind) -> _Sums:
+                        weights = _plain_weights(builder, kind, w_panels, number)
+                        offset = builder.mul(number, I64(4 * len(weights)))
+                        return _step(builder, x_rows, offset, weights, sums)
+
+                    sums = _loop(builder, steps, zeros, step)
+                    _store_sums(builder, sums, rows, out, out_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
@@ -163,33 +176,99 @@ def _block(rows: int, panels: int) -> Any:
     return block
 
 
-def _stored_block(rows: int) -> Any:
-    """Return the intrinsic that multiplies `rows` rows by one stored panel.
+def _stored_block(rows: int, panels: int) -> Any:
+    """Return the intrinsic that multiplies `rows` rows by `panels` stored panels.
 
-    Arguments: kind; address and stride of the rows; address of the panel; pairs of inputs; address
-    and stride of the float32 outputs. Strides are in bytes.
+    Arguments: kind; address and stride of the rows; address and stride of the panels; distance
+    ahead at which panels are prefetched; pairs of inputs; address and stride of the float32
+    outputs. Strides and distances are in bytes.
     """
 
     @intrinsic
     def block(
-        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, pairs: Any, out: Any, to: Any
+        _: Any,
+        kind: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        w_stride: Any,
+        ahead: Any,
+        pairs: Any,
+        out: Any,
+        to: Any,
     ) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            code, x, x_stride, w, pairs, out, out_stride = args
+            code, x, x_stride, w, w_stride, ahead, pairs, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
-            outs = _addresses(builder, out, out_stride, rows)
+            w_panels = _addresses(builder, w, w_stride, panels)
             for kind, storage in _STORED_KINDS:
                 chosen = builder.icmp_signed("==", code, I64(kind_of(kind, storage)))
                 with builder.if_then(chosen):
-                    weights = functools.partial(_stored_weights, builder, kind, storage, w, pairs)
-                    sums = _sums(builder, x_rows, 1, weights, pairs)
-                    for to, (vector,) in zip(outs, sums, strict=True):
-                        builder.store(vector, pointer(builder, to, VECTOR), align=4)
+                    panels_at = _StoredPanels(builder, kind, storage, w_panels, ahead)
+                    sums = panels_at.multiply(x_rows, pairs)
+                    _store_sums(builder, sums, rows, out, out_stride)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 9), generate
 
     return block
+
+
+class _StoredPanels:
+    """Emits a product with stored panels: a loop over groups, and in it one over units."""
+
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        kind: Arithmetic,
+        storage: Storage,
+        addresses: list[Any],
+        ahead: Any,
+    ) -> None:
+        self._builder, self._kind, self._storage = builder, kind, storage
+        self._addresses, self._ahead = addresses, ahead
+
+    def multiply(self, x_rows: list[Any], pairs: Any) -> _Sums:
+        builder, layout = self._builder, layout_of(self._storage)
+        units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
+        per_group = I64(layout.group_pairs // layout.unit_pairs)
+        as_pairs = self._kind is Arithmetic.PAIRS
+        pair_bytes = 4 if as_pairs else 8  # of x
+
+        def group_step(group: Any, sums: _Sums) -> _Sums:
+            first = builder.mul(group, per_group)
+            left = builder.sub(units, first)
+            count = builder.select(builder.icmp_signed("<", left, per_group), left, per_group)
+            scales = [
+                scales_of(builder, self._storage, each, pairs, group, as_pairs)
+                for each in self._addresses
+            ]
+
+            def unit_step(number: Any, sums: _Sums) -> _Sums:
+                unit = builder.add(first, number)
+                weights = self._weights(builder.mul(unit, I64(layout.unit_bytes)), scales)
+                offset = builder.mul(unit, I64(layout.unit_pairs * pair_bytes))
+                return _step(builder, x_rows, offset, weights, sums)
+
+            return _loop(builder, count, sums, unit_step)
+
+        last = builder.add(units, builder.sub(per_group, I64(1)))
+        zeros = [VECTOR([0.0] * LANES)] * (len(x_rows) * len(self._addresses))
+        return _loop(builder, builder.udiv(last, per_group), zeros, group_step)
+
+    def _weights(self, offset: Any, scales: list[Any]) -> _Weights:
+        """Emit the weights of a unit, and prefetch those ahead."""
+        builder, by_panel = self._builder, []
+        for address, scale in zip(self._addresses, scales, strict=True):
+            unit = builder.add(address, offset)
+            _prefetch(builder, builder.add(unit, self._ahead))
+            if self._kind is Arithmetic.PAIRS:
+                by_panel.append(unpacked_pairs(builder, self._storage, unit, scale))
+                continue
+            numbers = unpacked_unit(builder, self._storage, unit, scale)
+            is_rounded = self._kind is Arithmetic.WIDENED
+            by_panel.append(rounded(builder, self._storage, numbers) if is_rounded else numbers)
+        return [(4 * place, list(each)) for place, each in enumerate(zip(*by_panel, strict=True))]
 
 
 def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> list[Any]:
@@ -199,9 +278,12 @@ def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> li
     return found
 
 
-_Weights = list[tuple[int, list[Any]]]
-"""By element of x of a step, in bytes from the first: a vector of each panel. Vectors of integers
-are pairs of bfloat16, for the processor's dot products."""
+def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
+    """Emit a prefetch of a line into all caches. Any address is allowed."""
+    byte = ir.PointerType(I8)
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
 
 
 def _plain_weights(
@@ -222,65 +304,67 @@ def _plain_weights(
     return [(0, low), (4, high)]
 
 
-def _stored_weights(
-    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, panel: Any, pairs: Any, pair: Any
-) -> _Weights:
-    """Emit the weights of a step of a stored panel."""
-    numbers = unpacked_pair(builder, storage, panel, pairs, pair)
-    if kind is Arithmetic.PAIRS:
-        return [(0, [paired(builder, numbers)])]
-    if kind is Arithmetic.WIDENED:
-        numbers = rounded(builder, storage, numbers)
-    return [(4 * place, [number]) for place, number in enumerate(numbers)]
+def _loop(
+    builder: ir.IRBuilder, count: Any, before: _Sums, step: Callable[[Any, _Sums], _Sums]
+) -> _Sums:
+    """Emit a loop of `count` steps, at least one, from the sums before it; return those after it.
 
-
-def _sums(
-    builder: ir.IRBuilder,
-    x_rows: list[Any],
-    panels: int,
-    weights_of: Callable[[Any], _Weights],
-    steps: Any,
-) -> list[list[Any]]:
-    """Emit the loop over steps (at least one); return a vector for each row and panel."""
-    before, loop = builder.block, builder.append_basic_block("steps")
+    step: emits a step by its number and the sums before it, and returns those after it.
+    """
+    entry, loop = builder.block, builder.append_basic_block("steps")
     after = builder.append_basic_block("summed")
     builder.branch(loop)
     builder.position_at_end(loop)
-    step = builder.phi(I64)
-    step.add_incoming(I64(0), before)
-    sums = [[builder.phi(VECTOR) for _ in range(panels)] for _ in x_rows]
-    weights = weights_of(step)
-    x_offset = builder.mul(step, I64(4 * len(weights)))
-    ends = []
-    for x, row_sums in zip(x_rows, sums, strict=True):
-        ends.append(_step(builder, builder.add(x, x_offset), weights, row_sums))
-    following = builder.add(step, I64(1))
-    step.add_incoming(following, loop)
-    for vectors, last in zip(sums, ends, strict=True):
-        for vector, end in zip(vectors, last, strict=True):
-            vector.add_incoming(VECTOR([0.0] * LANES), before)
-            vector.add_incoming(end, loop)
-    builder.cbranch(builder.icmp_signed("!=", following, steps), loop, after)
+    number = builder.phi(I64)
+    number.add_incoming(I64(0), entry)
+    sums = [builder.phi(VECTOR) for _ in before]
+    ends = step(number, list(sums))
+    following = builder.add(number, I64(1))
+    number.add_incoming(following, builder.block)
+    for vector, first, end in zip(sums, before, ends, strict=True):
+        vector.add_incoming(first, entry)
+        vector.add_incoming(end, builder.block)
+    branch = builder.cbranch(builder.icmp_signed("!=", following, count), loop, after)
+    branch.set_metadata("llvm.loop", _as_written(builder.module))
     builder.position_at_end(after)
     return ends
 
 
-def _step(builder: ir.IRBuilder, x: Any, weights: _Weights, sums: list[Any]) -> list[Any]:
-    """Emit one step of a row; return the new sums, one for each panel."""
-    for offset, vectors in weights:
-        address = builder.add(x, I64(offset))
-        if vectors[0].type == INTEGERS:
+def _as_written(module: ir.Module) -> Any:
+    """Return metadata of a loop that LLVM must not unroll: it runs odd counts of steps too far."""
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, [disable], name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # itself first, as LLVM requires
+    return loop
+
+
+def _step(
+    builder: ir.IRBuilder, x_rows: list[Any], offset: Any, weights: _Weights, sums: _Sums
+) -> _Sums:
+    """Emit one step of all rows, whose elements are at `offset`; return the new sums."""
+    x_rows, sums = [builder.add(x, offset) for x in x_rows], list(sums)
+    for place, vectors in weights:
+        is_pairs = vectors[0].type == INTEGERS
+        if is_pairs:
             function = vector_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _BFLOATS)
-            value = builder.bitcast(_broadcast(builder, address, I32), _BFLOATS)
-            pairs = [builder.bitcast(each, _BFLOATS) for each in vectors]
-            sums = [builder.call(function, [s, value, w]) for s, w in zip(sums, pairs, strict=True)]
+            vectors = [builder.bitcast(each, _BFLOATS) for each in vectors]
         else:
             function = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
-            value = _broadcast(builder, address, F32)
-            sums = [
-                builder.call(function, [value, w, s]) for s, w in zip(sums, vectors, strict=True)
-            ]
+        for row, x in enumerate(x_rows):
+            value = _broadcast(builder, builder.add(x, I64(place)), I32 if is_pairs else F32)
+            value = builder.bitcast(value, _BFLOATS) if is_pairs else value
+            for index, vector in enumerate(vectors, row * len(vectors)):
+                args = [sums[index], value, vector] if is_pairs else [value, vector, sums[index]]
+                sums[index] = builder.call(function, args)
     return sums
+
+
+def _store_sums(builder: ir.IRBuilder, sums: _Sums, rows: int, out: Any, stride: Any) -> None:
+    panels = len(sums) // rows
+    for row, to in enumerate(_addresses(builder, out, stride, rows)):
+        for panel, vector in enumerate(sums[row * panels : (row + 1) * panels]):
+            address = builder.add(to, I64(panel * _STEP_BYTES))
+            builder.store(vector, pointer(builder, address, VECTOR), align=4)
 
 
 def _broadcast(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
@@ -299,7 +383,13 @@ _blocks_of_most, _block_of_most = _block(_ROWS, _PANELS), _block(_ROWS, 1)
 _blocks_of_4, _block_of_4 = _block(4, _PANELS), _block(4, 1)
 _blocks_of_2, _block_of_2 = _block(2, _PANELS), _block(2, 1)
 _blocks_of_1, _block_of_1 = _block(1, _PANELS), _block(1, 1)
-_stored_block_of_4, _stored_block_of_2, _stored_block_of_1 = map(_stored_block, (4, 2, 1))
+# Registers also hold the unpacked weights and what they are unpacked with.
+_STORED_ROWS: Final = 4 if _WIDE else 2
+_STORED_PANELS: Final = 2 if _WIDE else 1  # of two or more rows
+_STORED_TILE: Final = 4 if _WIDE else 2  # panels of one row: chains of sums side by side
+_stored_blocks_of_most = _stored_block(_STORED_ROWS, _STORED_PANELS)
+_stored_blocks_of_2 = _stored_block(2, _STORED_PANELS)
+_stored_blocks_of_1, _stored_block_of_1 = _stored_block(1, _STORED_TILE), _stored_block(1, 1)
 _FEW_ROWS = 4  # for which unpacking into registers is faster than into the cache
 _TILE = 128  # rows whose inputs stay in the cache
 
@@ -356,21 +446,37 @@ def _multiply_stored(
 ) -> None:
     """Multiply few rows by stored panels, which are unpacked into registers."""
     size = panel_bytes(kind >> _STORAGE_SHIFT, pairs)
-    for panel in range(panels):
-        weight, to, x_row, left = w + panel * size, out + panel * _STEP_BYTES, x, rows
-        while left > 0:
-            if left >= 4:
-                taken = 4
-                _stored_block_of_4(kind, x_row, x_stride, weight, pairs, to, stride)
+    for panel in range(0, panels, _STORED_TILE):
+        count, first, row = min(_STORED_TILE, panels - panel), w + panel * size, 0
+        ahead = _STORED_TILE * size if panel + _STORED_TILE < panels else 0
+        while row < rows:
+            left, x_row = rows - row, x + row * x_stride
+            to, taken, step = out + row * stride + panel * _STEP_BYTES, 1, _STORED_TILE
+            if _STORED_ROWS > 2 and left >= _STORED_ROWS:
+                taken, step = _STORED_ROWS, _STORED_PANELS
             elif left >= 2:
-                taken = 2
-                _stored_block_of_2(kind, x_row, x_stride, weight, pairs, to, stride)
-            else:
-                taken = 1
-                _stored_block_of_1(kind, x_row, x_stride, weight, pairs, to, stride)
-            left -= taken
-            x_row += taken * x_stride
-            to += taken * stride
+                taken, step = 2, _STORED_PANELS
+            whole = count - count % step
+            for each in range(0, whole, step):
+                at, weight = to + each * _STEP_BYTES, first + each * size
+                if _STORED_ROWS > 2 and taken > 2:
+                    _stored_blocks_of_most(
+                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
+                    )
+                elif taken == 2:
+                    _stored_blocks_of_2(
+                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
+                    )
+                else:
+                    _stored_blocks_of_1(
+                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
+                    )
+            for each in range(whole, count):
+                for t in range(taken):
+                    at, weight = to + t * stride + each * _STEP_BYTES, first + each * size
+                    row_at = x_row + t * x_stride
+                    _stored_block_of_1(kind, row_at, x_stride, weight, size, 0, pairs, at, stride)
+            row += taken
 
 
 @compiled
@@ -474,7 +580,7 @@ def _multiply_rows(
             write_numbers(is_float32, to + t * stride, columns, sums[t])
 
 
-_MULTIPLY: Final = register_part(_multiply_part)
+_MULTIPLY: Final = register_part(PartNumber.MULTIPLY, _multiply_part)
 _PART_ELEMENTS = 1 << 16  # of the weight: some microseconds
 
 
@@ -503,7 +609,7 @@ def _heads_part(args: int, begin: int, end: int) -> None:
         _multiply_rows(kind, x_at, x_stride, w_at, 0, to, stride, T, K, N, 0, panels)
 
 
-_HEADS: Final = register_part(_heads_part)
+_HEADS: Final = register_part(PartNumber.MULTIPLY_HEADS, _heads_part)
 
 
 @compiled
@@ -633,7 +739,7 @@ def _experts_part(args: int, begin: int, end: int) -> None:
             first += count
 
 
-_EXPERTS: Final = register_part(_experts_part)
+_EXPERTS: Final = register_part(PartNumber.RUN_EXPERTS, _experts_part)
 
 
 @compiled
@@ -653,7 +759,7 @@ def _add_part(args: int, begin: int, end: int) -> None:
             out_n[d] += weight * y_n[d]
 
 
-_ADD: Final = register_part(_add_part)
+_ADD: Final = register_part(PartNumber.ADD_WEIGHTED, _add_part)
 _ADD_ELEMENTS = 1 << 15
 
 

@@ -1,16 +1,20 @@
 """Weights in panels as checkpoints store them: MXFP4, fp8, int8, and bfloat16 for float32 rows.
 
     panel of 16 outputs    values                        then scales
-    MXFP4                  [K / 2, 16] bytes             [K / 32, 16] exponents
+    MXFP4                  [K / 8, 16] words             [K / 32, 16] exponents
     fp8                    [ceil(K / 2), 16, 2] bytes    [ceil(K / 128), 16] float32, times 2**120
     int8                   [2 * ceil(K / 2), 16] bytes   [ceil(K / 128), 16] float32
     bfloat16               [ceil(K / 2), 16, 2]          none
+
+A word of MXFP4 has the codes of eight inputs: number j of its lower half is input 2j, of its upper
+half input 2j + 1, so that one shift moves the codes of two neighbours to where they are looked up.
 
 A product of few rows unpacks weights in registers, one of many rows a panel at a time into the
 cache: to the numbers of kernels/quantization.py, rounded to the dtype of the rows. Bits are those
 of a product with unpacked weights.
 
-Shapes: N outputs, K inputs.
+Shapes: N outputs, K inputs. A pair is two neighbours in K; a unit, the pairs that are unpacked
+together; a group, the pairs with one scale.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import enum
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -80,7 +85,12 @@ def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> StoredWeight:
     if exponents.numel() and not 3 <= int(exponents.min()) <= int(exponents.max()) <= 252:
         raise ValueError("an exponent of MXFP4 is outside 3 to 252")
     shape = blocks.shape[0], blocks.shape[1] * MXFP4_GROUP
-    return StoredWeight(_panels(blocks.flatten(1), exponents), shape, Storage.MXFP4)
+    codes = blocks.flatten(1).view(torch.int32)  # of eight neighbours, from the lowest bits
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    numbers = codes.unsqueeze(2) >> shifts & 15
+    places = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+    words = (numbers << places).sum(2, dtype=torch.int32)
+    return StoredWeight(_panels(words, exponents), shape, Storage.MXFP4)
 
 
 def pack_fp8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
@@ -138,25 +148,52 @@ _FP8_POWER: Final = 2.0**120  # of the bits of e4m3 as bits of a float32
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _HALF = ir.VectorType(F32, 8)
 _HALF_INTEGERS = ir.VectorType(I32, 8)
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+class _Layout(NamedTuple):
+    """Bytes and pairs of a unit of a panel; pairs of a group, and bytes of its scales."""
+
+    unit_bytes: int
+    unit_pairs: int
+    group_pairs: int
+    scale_bytes: int
+
+
+_NO_GROUPS: Final = 1 << 40
+_LAYOUTS: Final = {
+    Storage.MXFP4: _Layout(_WORD, 4, MXFP4_GROUP // 2, LANES),
+    Storage.FP8: _Layout(2 * LANES, 1, FP8_BLOCK // 2, _WORD),
+    Storage.BFLOAT16: _Layout(_WORD, 1, _NO_GROUPS, 0),
+    Storage.INT8: _Layout(2 * LANES, 1, FP8_BLOCK // 2, _WORD),
+}
+
+
+def layout_of(storage: Storage) -> _Layout:
+    """Return the layout of a storage's panels."""
+    return _LAYOUTS[storage]
 
 
 def _integers(value: int) -> ir.Constant:
     return INTEGERS([value] * LANES)
 
 
-def _from_fp4(builder: ir.IRBuilder, codes: Any) -> Any:
-    """Emit float32 numbers of the lower four bits: sign, two bits of exponent, one of mantissa."""
-    if processor_has("avx512f"):
+def _function(builder: ir.IRBuilder, name: str, result: ir.Type, *operands: ir.Type) -> Any:
+    kind = ir.FunctionType(result, operands)
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _from_fp4(builder: ir.IRBuilder, words: Any, place: int) -> Any:
+    """Emit float32 numbers of the four bits from `place`: sign, exponent of two, mantissa."""
+    codes = builder.lshr(words, _integers(place)) if place else words
+    if processor_has("avx512f"):  # a look-up by the lowest four bits
         table = VECTOR([*_FP4, *(-each for each in _FP4)])
-        kind = ir.FunctionType(VECTOR, [VECTOR, INTEGERS])
         name = "llvm.x86.avx512.permvar.sf.512"
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, name), [table, codes]
-        )
-    sign = builder.shl(builder.and_(codes, _integers(8)), _integers(28))
-    if processor_has("avx2"):
-        kind = ir.FunctionType(_HALF, [_HALF, _HALF_INTEGERS])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+        return builder.call(_function(builder, name, VECTOR, VECTOR, INTEGERS), [table, codes])
+    sign = builder.and_(builder.shl(words, _integers(28 - place)), _integers(0x80000000))
+    if processor_has("avx2"):  # by the lowest three
+        name = "llvm.x86.avx2.permps"
+        function = _function(builder, name, _HALF, _HALF, _HALF_INTEGERS)
         halves = []
         for first in (0, 8):
             lanes = ir.VectorType(I32, 8)(list(range(first, first + 8)))
@@ -170,6 +207,21 @@ def _from_fp4(builder: ir.IRBuilder, codes: Any) -> Any:
         small = builder.mul(size, _integers(0x3F000000))  # 0 and 0.5
         bits = builder.select(builder.icmp_unsigned(">", size, _integers(1)), normal, small)
     return builder.bitcast(builder.or_(bits, sign), VECTOR)
+
+
+def _pair_of_fp4(builder: ir.IRBuilder, words: Any, place: int, lowered: Any) -> Any:
+    """Emit words of two bfloat16 numbers, of four bits from bits `place` and `place` + 16.
+
+    lowered: the bits by which a number's exponent is below the largest one. Zeros stay zeros.
+    """
+    largest = [int.from_bytes(np.float32(each * 2.0**125).tobytes()[2:], "little") for each in _FP4]
+    table, signs = _SHORTS([*largest] * 4), _integers(0x80008000)
+    codes = builder.bitcast(builder.lshr(words, _integers(place)) if place else words, _SHORTS)
+    look_up = _function(builder, "llvm.x86.avx512.permvar.hi.512", _SHORTS, _SHORTS, _SHORTS)
+    subtract = _function(builder, "llvm.usub.sat.v32i16", _SHORTS, _SHORTS, _SHORTS)
+    sizes = builder.call(subtract, [builder.call(look_up, [table, codes]), lowered])
+    shifted = builder.shl(words, _integers(12 - place)) if place < 12 else words
+    return builder.or_(builder.bitcast(sizes, INTEGERS), builder.and_(shifted, signs))
 
 
 def _from_fp8(builder: ir.IRBuilder, words: Any, place: int) -> Any:
@@ -191,38 +243,61 @@ def _load(builder: ir.IRBuilder, address: Any, bits: int) -> Any:
     return loaded if bits == 32 else builder.zext(loaded, INTEGERS)
 
 
-def unpacked_pair(
-    builder: ir.IRBuilder, storage: Storage, panel: Any, pairs: Any, pair: Any
-) -> list[Any]:
-    """Emit the float32 numbers of two neighbours in K; panel: the address of `pairs` pairs."""
-    bits, shift, scale_bytes = _LAYOUTS[storage]
-    values = builder.add(panel, builder.mul(pair, I64(bits * LANES // 8)))
-    words = _load(builder, values, bits) if storage is not Storage.INT8 else None
-    if storage is Storage.BFLOAT16:
-        low = builder.shl(words, _integers(16))
-        high = builder.and_(words, _integers(0xFFFF0000))
-        return [builder.bitcast(each, VECTOR) for each in (low, high)]
-    scales = builder.add(panel, builder.mul(pairs, I64(bits * LANES // 8)))
-    scales = builder.add(scales, builder.mul(builder.lshr(pair, I64(shift)), I64(scale_bytes)))
+def scales_of(
+    builder: ir.IRBuilder, storage: Storage, panel: Any, pairs: Any, group: Any, as_pairs: bool
+) -> Any:
+    """Emit what the units of a group are unpacked with; panel: the address of `pairs` pairs."""
+    layout = _LAYOUTS[storage]
+    if not layout.scale_bytes:
+        return None
+    units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
+    first = builder.add(panel, builder.mul(units, I64(layout.unit_bytes)))
+    address = builder.add(first, builder.mul(group, I64(layout.scale_bytes)))
+    if storage is not Storage.MXFP4:
+        return builder.load(pointer(builder, address, VECTOR), align=4)
+    exponents = _load(builder, address, 8)
+    if not as_pairs:
+        return builder.bitcast(builder.shl(exponents, _integers(23)), VECTOR)
+    lowered = builder.shl(builder.sub(_integers(252), exponents), _integers(7))
+    both = builder.or_(lowered, builder.shl(lowered, _integers(16)))
+    return builder.bitcast(both, _SHORTS)
+
+
+def unpacked_unit(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: Any) -> list[Any]:
+    """Emit the float32 numbers of a unit, in the order of K; unit: its address."""
     if storage is Storage.INT8:
-        scale = builder.load(pointer(builder, scales, VECTOR), align=4)
-        places = values, builder.add(values, I64(LANES))
-        return [builder.fmul(_from_int8(builder, each), scale) for each in places]
+        places = unit, builder.add(unit, I64(LANES))
+        return [builder.fmul(_from_int8(builder, each), scales) for each in places]
+    if storage is Storage.FP8:
+        words = _load(builder, unit, 16)
+        return [builder.fmul(_from_fp8(builder, words, place), scales) for place in range(2)]
+    words = _load(builder, unit, 32)
     if storage is Storage.MXFP4:
-        power = builder.bitcast(builder.shl(_load(builder, scales, 8), _integers(23)), VECTOR)
-        both = words, builder.lshr(words, _integers(4))
-        return [builder.fmul(_from_fp4(builder, each), power) for each in both]
-    scale = builder.load(pointer(builder, scales, VECTOR), align=4)
-    return [builder.fmul(_from_fp8(builder, words, place), scale) for place in range(2)]
+        bits = [4 * pair + half for pair in range(4) for half in (0, 16)]
+        return [builder.fmul(_from_fp4(builder, words, place), scales) for place in bits]
+    low = builder.shl(words, _integers(16))
+    high = builder.and_(words, _integers(0xFFFF0000))
+    return [builder.bitcast(each, VECTOR) for each in (low, high)]
 
 
-# By storage: bits of a pair, log2 of the pairs with one scale, bytes of a panel's scales of those.
-_LAYOUTS: Final = {
-    Storage.MXFP4: (8, (MXFP4_GROUP // 2).bit_length() - 1, LANES),
-    Storage.FP8: (16, (FP8_BLOCK // 2).bit_length() - 1, _WORD),
-    Storage.BFLOAT16: (32, 0, 0),
-    Storage.INT8: (16, (FP8_BLOCK // 2).bit_length() - 1, _WORD),
-}
+def unpacked_pairs(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: Any) -> list[Any]:
+    """Emit the words of a unit's pairs rounded to bfloat16, for a processor that `HAS_PAIRS`.
+
+    scales: those for pairs.
+    """
+    if storage is Storage.MXFP4:  # they are exact
+        words = _load(builder, unit, 32)
+        return [_pair_of_fp4(builder, words, place, scales) for place in range(0, 16, 4)]
+    if storage is Storage.BFLOAT16:
+        return [_load(builder, unit, 32)]
+    low, high = unpacked_unit(builder, storage, unit, scales)
+    kind = ir.VectorType(BFloat(), 2 * LANES)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    halves = builder.call(_function(builder, name, kind, VECTOR, VECTOR), [high, low])
+    halves = builder.bitcast(halves, _SHORTS)
+    order = [place for lane in range(LANES) for place in (lane, LANES + lane)]
+    mixed = builder.shuffle_vector(halves, halves, ir.VectorType(I32, 2 * LANES)(order))
+    return [builder.bitcast(mixed, INTEGERS)]
 
 
 def rounded(builder: ir.IRBuilder, storage: Storage, numbers: list[Any]) -> list[Any]:
@@ -238,42 +313,35 @@ def rounded(builder: ir.IRBuilder, storage: Storage, numbers: list[Any]) -> list
     return found
 
 
-def paired(builder: ir.IRBuilder, numbers: list[Any]) -> Any:
-    """Emit words of two numbers rounded to bfloat16, for a processor that `HAS_PAIRS`."""
-    kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [VECTOR])
-    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    shorts = ir.VectorType(ir.IntType(16), LANES)
-    halves = [builder.bitcast(builder.call(function, [each]), shorts) for each in numbers]
-    low, high = (builder.zext(each, INTEGERS) for each in halves)
-    return builder.or_(low, builder.shl(high, _integers(16)))
-
-
 def _unpack(storage: Storage) -> Any:
-    """Return the intrinsic that unpacks a pair.
+    """Return the intrinsic that unpacks a unit.
 
     Arguments: whether numbers are rounded to bfloat16, and whether they are stored as words of two
-    (`HAS_PAIRS`); address, pairs and pair of the panel; address of the result.
+    (`HAS_PAIRS`); address, pairs and unit of the panel; address of the result.
     """
 
     @intrinsic
     def unpack(
-        _: Any, rounds: Any, as_pairs: Any, panel: Any, pairs: Any, pair: Any, to: Any
+        _: Any, rounds: Any, as_pairs: Any, panel: Any, pairs: Any, unit: Any, to: Any
     ) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            rounds, as_pairs, panel, pairs, pair, to = args
-            exact = unpacked_pair(builder, storage, panel, pairs, pair)
+            rounds, as_pairs, panel, pairs, unit, to = args
+            layout = _LAYOUTS[storage]
+            group = builder.udiv(unit, I64(layout.group_pairs // layout.unit_pairs))
+            at = builder.add(panel, builder.mul(unit, I64(layout.unit_bytes)))
             with builder.if_else(as_pairs) as (then, otherwise):
                 with then:
                     if HAS_PAIRS:
-                        word = pointer(builder, to, INTEGERS)
-                        builder.store(paired(builder, exact), word, align=4)
+                        scales = scales_of(builder, storage, panel, pairs, group, True)
+                        _store(builder, to, unpacked_pairs(builder, storage, at, scales))
                 with otherwise:
+                    scales = scales_of(builder, storage, panel, pairs, group, False)
+                    exact = unpacked_unit(builder, storage, at, scales)
                     near = rounded(builder, storage, exact)
-                    for number, both in enumerate(zip(near, exact, strict=True)):
-                        place = builder.add(to, I64(number * _WORD))
-                        vector = builder.select(rounds, *both)
-                        builder.store(vector, pointer(builder, place, VECTOR), align=4)
+                    chosen = [
+                        builder.select(rounds, *both) for both in zip(near, exact, strict=True)
+                    ]
+                    _store(builder, to, chosen)
             return context.get_dummy_value()
 
         return types.void(*[types.boolean] * 2, *[types.int64] * 4), generate
@@ -281,8 +349,16 @@ def _unpack(storage: Storage) -> Any:
     return unpack
 
 
+def _store(builder: ir.IRBuilder, to: Any, vectors: list[Any]) -> None:
+    """Emit stores of vectors one after the other."""
+    for number, vector in enumerate(vectors):
+        place = builder.add(to, I64(number * _WORD))
+        builder.store(vector, pointer(builder, place, vector.type), align=4)
+
+
 _MXFP4, _FP8, _BFLOAT16, _INT8 = (int(each) for each in _LAYOUTS)
 _unpack_mxfp4, _unpack_fp8, _unpack_bfloat16, _unpack_int8 = map(_unpack, _LAYOUTS)
+_MXFP4_PAIRS: Final = _LAYOUTS[Storage.MXFP4].unit_pairs
 
 
 @compiled
@@ -304,11 +380,13 @@ def unpack_panel(
     rounds: to bfloat16.
     """
     step = _WORD if as_pairs else 2 * _WORD
+    if storage == _MXFP4:
+        for unit in range(pairs // _MXFP4_PAIRS):
+            _unpack_mxfp4(rounds, as_pairs, panel, pairs, unit, to + unit * _MXFP4_PAIRS * step)
+        return
     for pair in range(pairs):
         at = to + pair * step
-        if storage == _MXFP4:
-            _unpack_mxfp4(rounds, as_pairs, panel, pairs, pair, at)
-        elif storage == _FP8:
+        if storage == _FP8:
             _unpack_fp8(rounds, as_pairs, panel, pairs, pair, at)
         elif storage == _INT8:
             _unpack_int8(rounds, as_pairs, panel, pairs, pair, at)

@@ -9,6 +9,7 @@ One caller at a time uses the threads; another one computes alone. Results do no
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import platform
@@ -170,20 +171,33 @@ def run_parts(pool: int, job: int, args: Any, count: int, least: int) -> None:
 Part = Callable[[int, int, int], None]
 """Compiled function of (address of int64 arguments, first, last)."""
 
-PARTS: list[Any] = []
+
+class PartNumber(enum.IntEnum):
+    """Numbers of all parts. Compiled code on disk holds them, whatever a process imports first."""
+
+    MULTIPLY = 0
+    MULTIPLY_HEADS = 1
+    RUN_EXPERTS = 2
+    ADD_WEIGHTED = 3
+    ATTEND = 4
+    ADVANCE = 5
+    SELECT_TOKENS = 6
+
+
+PARTS: dict[PartNumber, Any] = {}
 _spin_s = 0.0
 
 
-def register_part(part: Part) -> int:
-    """Add a compiled part, and return its number for `run_parts`."""
-    PARTS.append(part)
-    return len(PARTS) - 1
+def register_part(number: PartNumber, part: Part) -> int:
+    """Set the compiled part of a number, and return the number for `run_parts`."""
+    PARTS[number] = part
+    return int(number)
 
 
 def compile_parts() -> None:
     """Compile the parts and the loop of a thread."""
     nothing = np.zeros(_STATE_WORDS, np.int64)
-    for part in PARTS:
+    for part in PARTS.values():
         part(nothing.ctypes.data, 0, 0)
     _serve(nothing.ctypes.data, 0)
 
@@ -206,7 +220,7 @@ class _Pool:
         self.address = -(-self._state.ctypes.data // 64) * 64
         words = self._state[(self.address - self._state.ctypes.data) // 8 :]
         words[_THREADS // 8] = threads if _HAS_FUTEX else 1
-        for job, part in enumerate(PARTS):
+        for job, part in PARTS.items():
             words[_JOBS // 8 + job] = _address(part)
         spins = int(_spin_s / _pause_s())
         for n in range(1, threads if _HAS_FUTEX else 1):

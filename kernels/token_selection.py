@@ -14,7 +14,7 @@ from numba import carray
 from kernels.attention_ops import ENTRY_COLUMNS
 from kernels.compiled import LANES, address_of, compiled, float32_at, int64_at, read_numbers
 from kernels.row_ops import dot
-from kernels.thread_pool import register_part, run_parts
+from kernels.thread_pool import PartNumber, register_part, run_parts
 
 _FIELDS: Final = 9
 _ZERO: Final = np.float32(0.0)
@@ -62,7 +62,7 @@ def _select_part(args: int, begin: int, end: int) -> None:
                 count += 1
 
 
-_SELECT: Final = register_part(_select_part)
+_SELECT: Final = register_part(PartNumber.SELECT_TOKENS, _select_part)
 
 
 @compiled

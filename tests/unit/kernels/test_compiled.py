@@ -187,6 +187,8 @@ class Decodes:
     st.booleans(),
     st.sampled_from(DTYPES),
 )
+@example([40], (1, 4, 137), None, False, torch.float32)
+@example([40], (1, 16, 137), None, False, torch.float32)
 def test_decode_equals_reference_whatever_the_other_sequences(
     contexts: list[int],
     heads: tuple[int, int, int],
@@ -248,6 +250,33 @@ def test_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     assert compiled._is_ours(tmp_path)
     tmp_path.chmod(0o777)
     assert not compiled._is_ours(tmp_path)
+
+
+def test_numbers_of_parts_do_not_depend_on_what_is_imported_first() -> None:
+    """Code that one process keeps on disk calls parts by number in another one."""
+    shown = "print({n: p.py_func.__name__ for n, p in sorted(kernels.thread_pool.PARTS.items())})"
+    found = set()
+    for first in ("panels", "token_selection", "delta_rule"):
+        code = f"import kernels.{first}, kernels.linear, kernels.thread_pool; {shown}"
+        found.add(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert len(found) == 1
+
+
+def test_folder_depends_on_each_file_with_compiled_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folders = tmp_path / "elsewhere.py", set()
+    monkeypatch.setattr(compiled, "_functions", list(compiled._functions))
+    for value in (1, 2):
+        path.write_text(f"def function(): return {value}", encoding="utf-8")
+        scope: dict[str, Any] = {}
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), scope)
+        compiled.compiled(scope["function"])
+        folder = compiled.code_folder()
+        assert folder is not None
+        folder.rmdir()
+        folders.add(folder)
+    assert len(folders) == 2
 
 
 def test_code_that_no_start_has_used_for_long_is_removed(tmp_path: Path) -> None:
