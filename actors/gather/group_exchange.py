@@ -147,6 +147,16 @@ class GroupExchange(AllToAll):
             send_tensors(self._endpoint, peer, self._header(kind, layer), parts[peer])
         return self._receive(kind, layer)
 
+    def total(self, layer: int, part_TN: Tensor) -> Tensor:
+        """Return the sum of all workers' parts. Equal bits on all workers."""
+        parts = {peer: [part_TN] for peer in self._peers}
+        packets = self.collect(PacketKind.SQUARES, layer, parts)
+        arrived = {name: packet.tensors[0] for name, packet in packets.items()}
+        total_TN = torch.stack([arrived.get(name, part_TN) for name in self.names]).sum(0)
+        for packet in packets.values():
+            packet.release()
+        return total_TN
+
     def send_context(self, layer: int, peer: str, entries: Sequence[Tensor]) -> None:
         send_tensors(self._endpoint, peer, self._header(PacketKind.CONTEXT, layer), entries)
 

@@ -23,7 +23,8 @@ from actors.gather.group_exchange import (
     GroupExchange,
     Started,
 )
-from actors.gather.shared_pass import GroupHalf, OuterPool, SharedPass, numbered_slices
+from actors.gather.shared_cache import GroupHalf, OuterPool, numbered_slices
+from actors.gather.shared_pass import SharedPass
 from actors.gather.stored_backend import StoredBackend, StoredPending
 from actors.moe.backend import SharedLayers
 from actors.telemetry.telemetry import Timeline
@@ -121,7 +122,7 @@ class ShuffledBackend(StoredBackend):
         if gain_s <= 0.0 or self._leading is not None or not self._exchange.is_linked:
             self._alone = work, self._clock()
             return None
-        numbered, blocks = numbered_slices(slices)
+        numbered, numbering = numbered_slices(slices)
         group, first_order = self._group, b""
         if group.facts.first_order is not None:
             ids = [token_id for each in numbered for token_id in each.token_ids]
@@ -137,7 +138,7 @@ class ShuffledBackend(StoredBackend):
         if not self._call(call, min(gain_s / 2, PEER_TIMEOUT_S)):
             self._alone = work, self._clock()
             return None
-        outer = OuterPool(kv, batch, blocks) if group.keeps_kv else None
+        outer = OuterPool(kv, batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
         self._leading = _LedPass(self, shared, work, start_s)
         return self._leading

@@ -19,6 +19,7 @@ import enum
 from typing import NamedTuple
 
 INDEX_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 4  # of each pair; of each slot of a packet
+SQUARES_BYTES = 8  # of a token: of its queries and keys
 
 
 class ExchangeScheme(enum.StrEnum):
@@ -43,6 +44,7 @@ class LayerExchange(NamedTuple):
 
     remote_copies, remote_pairs: tokens and (token, expert) pairs sent to other workers, in all.
     predicted_tokens: whose predictions for the next layer are sent, a byte for each worker.
+    normed_tokens: whose queries and keys have a norm over all heads: sums of squares are sent.
     """
 
     workers: int
@@ -51,6 +53,7 @@ class LayerExchange(NamedTuple):
     remote_pairs: int
     slots: int
     predicted_tokens: int = 0
+    normed_tokens: int = 0
 
 
 def moved_rows(scheme: ExchangeScheme, workers: int, remote_copies: float) -> float:
@@ -65,12 +68,14 @@ def moved_bytes(scheme: ExchangeScheme, layer: LayerExchange, row_bytes: int) ->
     Every worker sends every other one a packet, which also counts the pairs of each slot.
     """
     rows = _COLLECTIVE_ROWS[scheme] * (layer.workers - 1) * layer.tokens
+    links = (layer.workers - 1) * layer.workers
+    squares = layer.normed_tokens * links * SQUARES_BYTES
     if scheme is ExchangeScheme.TENSOR_PARALLEL:
-        return rows * row_bytes
-    predicted = layer.predicted_tokens * (layer.workers - 1) * layer.workers
+        return rows * row_bytes + squares
+    predicted = layer.predicted_tokens * links
     pairs = layer.remote_pairs * (INDEX_BYTES + WEIGHT_BYTES)
     counts = (layer.workers - 1) * layer.slots * COUNT_BYTES
-    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted
+    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted + squares
 
 
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
