@@ -32,6 +32,7 @@ from models.experts.host_experts import CheckpointParts, HostSource, open_host_s
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
+from planner.placement.nodes import levels_of_hosts
 from planner.placement.slots import check_fits
 
 
@@ -192,6 +193,8 @@ def _shuffled(
         split = {peer: address.split(" ") for peer, address in addresses.items()}
         gathered.connect({peer: both[0] for peer, both in split.items()})
         exchange.join({peer: both[-1] for peer, both in split.items()})
+        hosts = {peer: both[0].rpartition(":")[0] for peer, both in split.items()}
+        exchange.levels = levels_of_hosts([hosts.get(name, spec.host) for name in names])
 
     def close() -> None:
         gathered.close()

@@ -27,6 +27,7 @@ from contracts.placement import Placement
 from models.decoder.batch import SequenceSlice
 from models.experts.expert_half import ExpertHalf
 from planner.costs.exchange_volume import ExchangeScheme
+from planner.placement.nodes import LinkLevels
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -36,7 +37,7 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     counts: last rows of each sequence that the last layer computes; None: all. first_order: of the
     tokens in the first layer with experts, int32; empty: as they are. keeps_kv: the leader needs
-    the entries of all heads.
+    the entries of all heads. nodes: of the workers.
     """
 
     slices: list[SequenceSlice]
@@ -44,6 +45,7 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_order: bytes
     scheme: ExchangeScheme
     keeps_kv: bool
+    nodes: list[int]
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +82,7 @@ class GroupExchange(AllToAll):
     ) -> None:
         super().__init__(endpoint, workers, half, placement, timeline, clock)
         self._dialed: dict[str, str] = {}
+        self.levels = LinkLevels((0,) * len(workers))  # replaced, never changed
         self._messages: list[tuple[str, int, GroupMessage]] = []
 
     @property

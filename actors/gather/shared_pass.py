@@ -27,6 +27,7 @@ from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from planner.arrays import Ints
 from planner.costs.exchange_volume import ExchangeScheme
+from planner.placement.nodes import LinkLevels
 from planner.placement.shuffling import shard_bounds, shuffled_order
 
 
@@ -103,7 +104,8 @@ class SharedPass:
         if self._call.scheme is ExchangeScheme.SHUFFLED and pairs_TW is not None:
             if last is not None:
                 pairs_TW = pairs_TW[last.rows_R.numpy()]
-            return shuffled_order(pairs_TW.astype(np.float64))
+            levels = LinkLevels(tuple(self._call.nodes))
+            return shuffled_order(levels.landing_values(pairs_TW.astype(np.float64)))
         rows = self._batch.num_tokens if last is None else len(last.rows_R)
         is_first = last is None and layer == self._half.spec.moe_layers[0]
         if is_first and self._call.first_order:

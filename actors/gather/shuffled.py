@@ -36,8 +36,9 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
-from planner.arrays import Ints
+from planner.arrays import Floats
 from planner.costs.exchange_volume import BatchWork, ExchangeScheme, GroupRates, shared_gain_s
+from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
 from planner.scheduling.measured_rates import TaskTimes
 
@@ -47,12 +48,12 @@ log = logging.getLogger(f"tandem.{__name__}")
 class BatchFacts(NamedTuple):
     """Functions of batches that are known outside of the backend.
 
-    work: FLOPs of new tokens [start, stop). first_order: of a batch's tokens in the first layer
-    with experts, from their ids; None: as they are.
+    work: FLOPs of new tokens [start, stop). first_shares: of tokens' experts on each worker, in the
+    first layer with experts, from token ids; None: unknown.
     """
 
     work: RequestWork
-    first_order: Callable[[Sequence[int]], Ints] | None = None
+    first_shares: Callable[[Sequence[int]], Floats] | None = None
 
 
 class GroupParts(NamedTuple):
@@ -123,16 +124,18 @@ class ShuffledBackend(StoredBackend):
             self._alone = work, self._clock()
             return None
         numbered, numbering = numbered_slices(slices)
-        group, first_order = self._group, b""
-        if group.facts.first_order is not None:
+        group, first_order, levels = self._group, b"", self._exchange.levels
+        if group.facts.first_shares is not None:
             ids = [token_id for each in numbered for token_id in each.token_ids]
-            first_order = group.facts.first_order(ids).astype(np.int32).tobytes()
+            values_TW = levels.landing_values(group.facts.first_shares(ids))
+            first_order = shuffled_order(values_TW).astype(np.int32).tobytes()
         call = GroupCall(
             slices=numbered,
             counts=counts,
             first_order=first_order,
             scheme=group.scheme,
             keeps_kv=group.keeps_kv,
+            nodes=list(levels.nodes),
         )
         start_s = self._clock()
         if not self._call(call, min(gain_s / 2, PEER_TIMEOUT_S)):
@@ -293,7 +296,7 @@ class BatchChoice:
 
     def __init__(self, half: AttentionHalf, group: GroupParts) -> None:
         spec = half.spec
-        self._work, self._workers = group.facts.work, group.exchange.workers
+        self._work, self._exchange = group.facts.work, group.exchange
         self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
         self._flops_per_s = 0.0
         self._times = TaskTimes()
@@ -309,11 +312,12 @@ class BatchChoice:
         if not self._flops_per_s:
             return 0.0
         measured_s = self._times.predict("shared", work.tokens)
-        rates = GroupRates(self._flops_per_s, copy_s, measured_s)
-        gain_s = shared_gain_s(work, rates, self._workers)
+        mean_row, workers = self._exchange.levels.mean_row, self._exchange.workers
+        rates = GroupRates(self._flops_per_s, copy_s, measured_s, mean_row)
+        gain_s = shared_gain_s(work, rates, workers)
         if gain_s <= 0.0 and measured_s:  # a measurement that is not repeated is forgotten
             rates = rates._replace(measured_s=0.0)
-            modelled_s = measured_s + gain_s - shared_gain_s(work, rates, self._workers)
+            modelled_s = measured_s + gain_s - shared_gain_s(work, rates, workers)
             self._times.add("shared", work.tokens, modelled_s)
         return gain_s
 

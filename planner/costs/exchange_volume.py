@@ -94,12 +94,13 @@ class GroupRates(NamedTuple):
     """Measured rates of a worker.
 
     copy_s: of a layer's experts, 0 if they are resident. measured_s: of batches of this size on all
-    workers; 0: not yet.
+    workers; 0: not yet. mean_row: time of a row over a link, in times of one inside a node.
     """
 
     flops_per_s: float
     copy_s: float = 0.0
     measured_s: float = 0.0
+    mean_row: float = 1.0
 
 
 def shared_gain_s(batch: BatchWork, rates: GroupRates, workers: int) -> float:
@@ -111,6 +112,6 @@ def shared_gain_s(batch: BatchWork, rates: GroupRates, workers: int) -> float:
     compute_s = batch.flops / rates.flops_per_s
     alone_s = max(compute_s, compute_s / batch.layers + (batch.layers - 1) * rates.copy_s)
     rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1) * batch.tokens * batch.layers
-    moved_s = rows * batch.row_bytes / workers / BYTES_PER_S
+    moved_s = rows * batch.row_bytes * rates.mean_row / workers / BYTES_PER_S
     moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
     return alone_s - (rates.measured_s or compute_s / workers + moved_s)
