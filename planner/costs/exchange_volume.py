@@ -93,25 +93,67 @@ class BatchWork(NamedTuple):
 class GroupRates(NamedTuple):
     """Measured rates of a worker.
 
-    copy_s: of a layer's experts, 0 if they are resident. measured_s: of batches of this size on all
-    workers; 0: not yet. mean_row: time of a row over a link, in times of one inside a node.
+    copy_s: of a layer's experts, 0 if they are resident. alone_s, shared_s: of batches of this size
+    on one and on all workers; 0: not yet. mean_row: time of a row over a link, in times of one
+    inside a node.
     """
 
     flops_per_s: float
     copy_s: float = 0.0
-    measured_s: float = 0.0
+    alone_s: float = 0.0
+    shared_s: float = 0.0
     mean_row: float = 1.0
 
 
-def shared_gain_s(batch: BatchWork, rates: GroupRates, workers: int) -> float:
-    """Return the seconds that a batch takes less on all workers than on one; negative: more.
+class WorkerLoad(NamedTuple):
+    """Batches that reach each worker, and the fraction of its time that they need."""
 
-    Alone, a layer takes no less than the copy of the next one's experts. Together, computing time
-    is divided and rows travel, at most those of tokens that all have experts elsewhere.
+    batches_per_s: float = 0.0
+    busy_fraction: float = 0.0
+
+    def delay_s(self, seconds: float) -> float:
+        """Return by how much a batch of so many seconds delays later ones of its worker, in all.
+
+        Work of w seconds is done after w / (1 - busy_fraction), and each batch that arrives until
+        then waits for half of w.
+        """
+        idle = max(_LEAST_IDLE, 1 - self.busy_fraction)
+        return self.batches_per_s * seconds**2 / (2 * idle)
+
+
+_LEAST_IDLE = 0.05
+NO_LOAD = WorkerLoad()
+
+
+def alone_seconds(batch: BatchWork, rates: GroupRates) -> float:
+    """Return the seconds of a batch on one worker.
+
+    A layer takes no less than the copy of the next one's experts.
     """
     compute_s = batch.flops / rates.flops_per_s
-    alone_s = max(compute_s, compute_s / batch.layers + (batch.layers - 1) * rates.copy_s)
+    modelled_s = compute_s / batch.layers + (batch.layers - 1) * rates.copy_s
+    return rates.alone_s or max(compute_s, modelled_s)
+
+
+def shared_seconds(batch: BatchWork, rates: GroupRates, workers: int) -> float:
+    """Return the seconds of a batch on all workers.
+
+    Computing time is divided and rows travel, at most those of tokens that all have experts
+    elsewhere.
+    """
     rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1) * batch.tokens * batch.layers
     moved_s = rows * batch.row_bytes * rates.mean_row / workers / BYTES_PER_S
     moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
-    return alone_s - (rates.measured_s or compute_s / workers + moved_s)
+    return rates.shared_s or batch.flops / rates.flops_per_s / workers + moved_s
+
+
+def shared_gain_s(
+    batch: BatchWork, rates: GroupRates, workers: int, load: WorkerLoad = NO_LOAD
+) -> float:
+    """Return the seconds saved by a batch on all workers, later batches included; negative: lost.
+
+    Together the batch ends sooner, but occupies all workers.
+    """
+    alone_s = alone_seconds(batch, rates)
+    shared_s = shared_seconds(batch, rates, workers)
+    return alone_s - shared_s + load.delay_s(alone_s) - workers * load.delay_s(shared_s)

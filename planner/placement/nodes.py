@@ -79,8 +79,8 @@ class LinkLevels(NamedTuple):
         return tuple(int(slots) for slots in np.asarray(slots_per_rank) @ self._members())
 
     def _members(self) -> Ints:
-        nodes_R = np.array(self.nodes)
-        return np.eye(max(self.nodes) + 1, dtype=np.int64)[nodes_R]
+        members_RN: Ints = np.eye(max(self.nodes) + 1, dtype=np.int64)[list(self.nodes)]
+        return members_RN
 
 
 def even_nodes(ranks: int, nodes: int) -> LinkLevels:
