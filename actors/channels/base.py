@@ -53,6 +53,7 @@ class PacketKind(enum.IntEnum):
     CONTEXT = 12  # the leader's cached entries
     SCATTER = 13  # a worker's part of a sum; to the leader also new entries
     GATHER = 14  # finished rows
+    SQUARES = 15  # sums of squares of a worker's heads
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ from actors.channels.factory import rank_endpoint
 from actors.gather.all_to_all import AllToAll, LockstepBackend
 from actors.gather.group_exchange import GroupExchange
 from actors.gather.peer_source import PeerSource, own_part
-from actors.gather.shared_pass import GroupHalf
+from actors.gather.shared_cache import GroupHalf
 from actors.gather.shuffled import BatchFacts, GroupParts, ShuffledBackend
 from actors.gather.stored_backend import StoredBackend
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
@@ -32,6 +32,7 @@ from models.experts.host_experts import CheckpointParts, HostSource, open_host_s
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
+from planner.placement.nodes import levels_of_hosts
 from planner.placement.slots import check_fits
 
 
@@ -182,7 +183,7 @@ def _shuffled(
     shared_batches = {"led": 0.0, "lost": 0.0}
 
     def backend(half: AttentionHalf) -> ShuffledBackend:
-        divided = divided_half(half, checkpoint, shares[spec.rank])
+        divided = divided_half(half, checkpoint, shares[spec.rank], exchange.total)
         group = GroupHalf(divided, shares, config.kv.block_tokens)
         keeps_kv = not config.prefill.disable_kv_cache
         parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
@@ -192,6 +193,8 @@ def _shuffled(
         split = {peer: address.split(" ") for peer, address in addresses.items()}
         gathered.connect({peer: both[0] for peer, both in split.items()})
         exchange.join({peer: both[-1] for peer, both in split.items()})
+        hosts = {peer: both[0].rpartition(":")[0] for peer, both in split.items()}
+        exchange.levels = levels_of_hosts([hosts.get(name, spec.host) for name in names])
 
     def close() -> None:
         gathered.close()

@@ -27,6 +27,7 @@ from contracts.placement import Placement
 from models.decoder.batch import SequenceSlice
 from models.experts.expert_half import ExpertHalf
 from planner.costs.exchange_volume import ExchangeScheme
+from planner.placement.nodes import LinkLevels
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -36,7 +37,7 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     counts: last rows of each sequence that the last layer computes; None: all. first_order: of the
     tokens in the first layer with experts, int32; empty: as they are. keeps_kv: the leader needs
-    the entries of all heads.
+    the entries of all heads. nodes: of the workers.
     """
 
     slices: list[SequenceSlice]
@@ -44,6 +45,7 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_order: bytes
     scheme: ExchangeScheme
     keeps_kv: bool
+    nodes: list[int]
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +82,7 @@ class GroupExchange(AllToAll):
     ) -> None:
         super().__init__(endpoint, workers, half, placement, timeline, clock)
         self._dialed: dict[str, str] = {}
+        self.levels = LinkLevels((0,) * len(workers))  # replaced, never changed
         self._messages: list[tuple[str, int, GroupMessage]] = []
 
     @property
@@ -146,6 +149,16 @@ class GroupExchange(AllToAll):
         for peer in self._peers:
             send_tensors(self._endpoint, peer, self._header(kind, layer), parts[peer])
         return self._receive(kind, layer)
+
+    def total(self, layer: int, part_TN: Tensor) -> Tensor:
+        """Return the sum of all workers' parts. Equal bits on all workers."""
+        parts = {peer: [part_TN] for peer in self._peers}
+        packets = self.collect(PacketKind.SQUARES, layer, parts)
+        arrived = {name: packet.tensors[0] for name, packet in packets.items()}
+        total_TN = torch.stack([arrived.get(name, part_TN) for name in self.names]).sum(0)
+        for packet in packets.values():
+            packet.release()
+        return total_TN
 
     def send_context(self, layer: int, peer: str, entries: Sequence[Tensor]) -> None:
         send_tensors(self._endpoint, peer, self._header(PacketKind.CONTEXT, layer), entries)

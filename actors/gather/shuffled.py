@@ -8,6 +8,7 @@ computed anew by its leader, alone; the others go on. A worker in a pass starts 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from actors.gather.group_exchange import (
     GroupExchange,
     Started,
 )
-from actors.gather.shared_pass import GroupHalf, OuterPool, SharedPass, numbered_slices
+from actors.gather.shared_cache import GroupHalf, OuterPool, numbered_slices
+from actors.gather.shared_pass import SharedPass
 from actors.gather.stored_backend import StoredBackend, StoredPending
 from actors.moe.backend import SharedLayers
 from actors.telemetry.telemetry import Timeline
@@ -35,10 +37,18 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
-from planner.arrays import Ints
-from planner.costs.exchange_volume import BatchWork, ExchangeScheme, GroupRates, shared_gain_s
+from planner.arrays import Floats
+from planner.costs.exchange_volume import (
+    BatchWork,
+    ExchangeScheme,
+    GroupRates,
+    WorkerLoad,
+    alone_seconds,
+    shared_gain_s,
+)
+from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.scheduling.measured_rates import TaskTimes
+from planner.scheduling.measured_rates import OfferedLoad, TaskTimes
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -46,12 +56,12 @@ log = logging.getLogger(f"tandem.{__name__}")
 class BatchFacts(NamedTuple):
     """Functions of batches that are known outside of the backend.
 
-    work: FLOPs of new tokens [start, stop). first_order: of a batch's tokens in the first layer
-    with experts, from their ids; None: as they are.
+    work: FLOPs of new tokens [start, stop). first_shares: of tokens' experts on each worker, in the
+    first layer with experts, from token ids; None: unknown.
     """
 
     work: RequestWork
-    first_order: Callable[[Sequence[int]], Ints] | None = None
+    first_shares: Callable[[Sequence[int]], Floats] | None = None
 
 
 class GroupParts(NamedTuple):
@@ -117,27 +127,29 @@ class ShuffledBackend(StoredBackend):
     ) -> SharedLayers | None:
         self._alone = None
         work = self._choice.work_of(slices)
-        gain_s = self._choice.gain_s(work, self.copy_s)
+        gain_s = self._choice.gain_s(work, self.copy_s, self._clock())
         if gain_s <= 0.0 or self._leading is not None or not self._exchange.is_linked:
             self._alone = work, self._clock()
             return None
-        numbered, blocks = numbered_slices(slices)
-        group, first_order = self._group, b""
-        if group.facts.first_order is not None:
+        numbered, numbering = numbered_slices(slices)
+        group, first_order, levels = self._group, b"", self._exchange.levels
+        if group.facts.first_shares is not None:
             ids = [token_id for each in numbered for token_id in each.token_ids]
-            first_order = group.facts.first_order(ids).astype(np.int32).tobytes()
+            values_TW = levels.landing_values(group.facts.first_shares(ids))
+            first_order = shuffled_order(values_TW).astype(np.int32).tobytes()
         call = GroupCall(
             slices=numbered,
             counts=counts,
             first_order=first_order,
             scheme=group.scheme,
             keeps_kv=group.keeps_kv,
+            nodes=list(levels.nodes),
         )
         start_s = self._clock()
         if not self._call(call, min(gain_s / 2, PEER_TIMEOUT_S)):
             self._alone = work, self._clock()
             return None
-        outer = OuterPool(kv, batch, blocks) if group.keeps_kv else None
+        outer = OuterPool(kv, batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
         self._leading = _LedPass(self, shared, work, start_s)
         return self._leading
@@ -288,14 +300,18 @@ class _LedPass:
 
 
 class BatchChoice:
-    """Measured rates, and what a batch is expected to gain if all workers compute it."""
+    """Measured rates, and what a batch is expected to gain if all workers compute it.
+
+    Times are averaged per FLOP, for batches of similar size.
+    """
 
     def __init__(self, half: AttentionHalf, group: GroupParts) -> None:
         spec = half.spec
-        self._work, self._workers = group.facts.work, group.exchange.workers
+        self._work, self._exchange = group.facts.work, group.exchange
         self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
         self._flops_per_s = 0.0
-        self._times = TaskTimes()
+        self._times, self._load = TaskTimes(), OfferedLoad()
+        self._refused: Counter[int] = Counter()
         self._unmeasured = {"alone", "shared"}
 
     def work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
@@ -303,28 +319,42 @@ class BatchChoice:
         flops = sum(self._work(each.start, each.start + len(each.token_ids)) for each in slices)
         return BatchWork(tokens, flops, self._layers, self._row_bytes)
 
-    def gain_s(self, work: BatchWork, copy_s: float) -> float:
+    def gain_s(self, work: BatchWork, copy_s: float, now_s: float) -> float:
         """Return the expected seconds; not positive before a batch was measured alone."""
         if not self._flops_per_s:
             return 0.0
-        measured_s = self._times.predict("shared", work.tokens)
-        rates = GroupRates(self._flops_per_s, copy_s, measured_s)
-        gain_s = shared_gain_s(work, rates, self._workers)
-        if gain_s <= 0.0 and measured_s:  # a measurement that is not repeated is forgotten
-            rates = rates._replace(measured_s=0.0)
-            modelled_s = measured_s + gain_s - shared_gain_s(work, rates, self._workers)
-            self._times.add("shared", work.tokens, modelled_s)
-        return gain_s
+        workers, load = self._exchange.workers, self._load
+        rates = GroupRates(
+            self._flops_per_s,
+            copy_s,
+            self._times.predict("alone", work.tokens) * work.flops,
+            self._times.predict("shared", work.tokens) * work.flops,
+            self._exchange.levels.mean_row,
+        )
+        known = WorkerLoad(load.batches_per_s, load.busy_fraction)
+        load.add(alone_seconds(work, rates), now_s)
+        if rates.shared_s >= alone_seconds(work, rates):
+            self._forget(work)
+        return shared_gain_s(work, rates, workers, known)
+
+    def _forget(self, work: BatchWork) -> None:
+        """Forget a time of all workers that has kept batches from them for long."""
+        size = work.tokens.bit_length()
+        self._refused[size] += 1
+        if self._refused[size] == _RETRIED_AFTER:
+            self._refused[size] = 0
+            self._times.forget("shared", work.tokens)
 
     def alone(self, work: BatchWork, seconds: float) -> None:
         if work.tokens >= _LEAST_TOKENS and not self._is_first("alone"):
             rate = work.flops / seconds
             known = self._flops_per_s or rate
             self._flops_per_s = known + _NEWEST * (rate - known)
+            self._times.add("alone", work.tokens, seconds / work.flops)
 
     def shared(self, work: BatchWork, seconds: float) -> None:
         if not self._is_first("shared"):
-            self._times.add("shared", work.tokens, seconds)
+            self._times.add("shared", work.tokens, seconds / work.flops)
 
     def _is_first(self, kind: str) -> bool:
         """Return True once for each kind: the first batch allocates memory and is not measured."""
@@ -334,3 +364,4 @@ class BatchChoice:
 
 
 _LEAST_TOKENS, _NEWEST = 64, 0.3
+_RETRIED_AFTER = 64  # batches of a size that one worker computes sooner

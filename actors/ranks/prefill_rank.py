@@ -59,8 +59,8 @@ from models.decoder.decoder import AttentionHalf
 from models.prediction.nearest_ids import NearestIds
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
-from planner.arrays import Ints
-from planner.placement.shuffling import share_tables, shuffled_order
+from planner.arrays import Floats
+from planner.placement.shuffling import share_tables
 from planner.placement.slots import ExpertPlacement
 from planner.routing.open_requests import work_of
 from planner.scheduling.batching import (
@@ -91,7 +91,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
     recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
     work = work_of(shape_of(half.spec, half.dtype))
-    facts = BatchFacts(work, _first_order(spec, half))
+    facts = BatchFacts(work, _first_shares(spec, half))
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry, facts)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
@@ -136,8 +136,8 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
 
 
-def _first_order(spec: RankSpec, half: AttentionHalf) -> Callable[[Sequence[int]], Ints] | None:
-    """Return the order of a shared batch's tokens in the first layer with experts, from a profile.
+def _first_shares(spec: RankSpec, half: AttentionHalf) -> Callable[[Sequence[int]], Floats] | None:
+    """Return the shares of tokens on workers in the first layer with experts, from a profile.
 
     Raises CheckpointError for a profile of another model or tokenizer.
     """
@@ -151,7 +151,7 @@ def _first_order(spec: RankSpec, half: AttentionHalf) -> Callable[[Sequence[int]
     holds_EW = ExpertPlacement(spec.placement).layer(first).held(model.num_experts)
     tables = share_tables(routing.counts, [(routing.sets_PK, holds_EW)])
     nearest = NearestIds(half.embedding_VD, np.unique(routing.counts.ids_N))
-    return lambda ids: shuffled_order(tables.predict(nearest.replace(np.array(ids)), None))
+    return lambda ids: tables.predict(nearest.replace(np.array(ids)), None)
 
 
 def _load_engine(path: str) -> Callable[[RankSpec], Rank]:

@@ -79,6 +79,7 @@ def schemes(
                 first_order=order if is_shuffled else b"",
                 scheme=scheme,
                 keeps_kv=False,
+                nodes=[0] * WORKERS,
             )
             link, seconds = LimitedLink(options.mib * 2**20), list[float]()
             with patch.object(Endpoint, "reserve", lambda *a, link=link: link.reserve(*a)):

@@ -13,7 +13,8 @@ from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import make_endpoint
 from actors.gather.group_exchange import GroupCall, GroupExchange
-from actors.gather.shared_pass import GroupHalf, SharedPass
+from actors.gather.shared_cache import GroupHalf
+from actors.gather.shared_pass import SharedPass
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
@@ -62,8 +63,9 @@ class SharedWorkers:
             addresses[name] = endpoint.listen()
             own = ExpertHalf.load(checkpoint, model.spec, placement.experts_of(rank), dtype=dtype)
             parts = endpoint, names, own, placement, Timeline(0), monotonic_s
-            self.exchanges.append(GroupExchange(*parts))
-            half = divided_half(model.attention, checkpoint, shares[rank])
+            exchange = GroupExchange(*parts)
+            self.exchanges.append(exchange)
+            half = divided_half(model.attention, checkpoint, shares[rank], exchange.total)
             self._halves.append(GroupHalf(half, shares, BLOCK_TOKENS))
         for exchange in self.exchanges:
             exchange.join(addresses)

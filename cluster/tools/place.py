@@ -12,30 +12,41 @@ from contracts.errors import ConfigError
 from contracts.placement import Placement, PlacementFile
 from models.prediction.routing_counts import RoutingCounts
 from models.weights.checkpoint import check_checkpoint
-from planner.placement.alignment import aligned
+from planner.placement.nodes import (
+    LinkLevels,
+    aligned_on_nodes,
+    even_nodes,
+    sent_ranks,
+    solve_on_nodes,
+)
 from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.slots import Line, contiguous, contiguous_line, held, layer_slots
-from planner.placement.solve import solve_layer, split
+from planner.placement.solve import split
 
 MIN_GAIN = 0.005  # relative; smaller gains count as none
 
 
 class PlaceSettings(NamedTuple):
-    """spare: slots of each rank beyond its share of the experts."""
+    """spare: slots of each rank beyond its share of the experts. nodes: of consecutive ranks."""
 
     profile: Path
     model_folder: Path
     ranks: int
     spare: int
+    nodes: int
     seed: int
 
 
 class PlacementQuality(NamedTuple):
-    """Quality of one layer's placement on the held-out part of the sample."""
+    """Quality of one layer's placement on the held-out part of the sample.
+
+    outer: copies of a token on other nodes than the one that has most.
+    """
 
     copies: float
     local_fraction: float
     load: float
+    outer: float
 
 
 class LayerReport(NamedTuple):
@@ -47,8 +58,9 @@ class LayerReport(NamedTuple):
 
     @property
     def is_improvement(self) -> bool:
-        copies = self.placed.copies < self.in_order.copies * (1 - MIN_GAIN)
-        return copies or self.placed.load < self.in_order.load * (1 - MIN_GAIN)
+        kinds = "copies", "load", "outer"
+        both = [(getattr(self.in_order, kind), getattr(self.placed, kind)) for kind in kinds]
+        return any(after < before * (1 - MIN_GAIN) for before, after in both)
 
 
 class PlaceReport(NamedTuple):
@@ -73,21 +85,24 @@ def place(
     """
     spec = check_checkpoint(settings.model_folder)
     slots = slots_of(spec.num_experts, settings.ranks, settings.spare)
+    levels = nodes_of(settings.ranks, settings.nodes)
     counts = RoutingCounts.read(settings.profile, settings.model_folder, spec)
     plain = slots_of(spec.num_experts, settings.ranks, 0)
     routings = [layer_routing(counts, layer) for layer in spec.moe_layers]
     solved = list[Line]()
     for routing in routings:
-        solved.append(solve_layer(routing, slots, seed=settings.seed).expert_of_slot)
+        solved.append(solve_on_nodes(routing, slots, levels, seed=settings.seed))
         progress(len(solved) / len(routings))
     lines: list[Line] = [()] * spec.num_layers
     rows, tokens = list[LayerReport](), 0
-    placed = aligned(solved, [each.counts for each in routings], slots, spec.num_experts)
+    placed = aligned_on_nodes(
+        solved, [each.counts for each in routings], slots, spec.num_experts, levels
+    )
     for layer, routing, line in zip(spec.moe_layers, routings, placed, strict=True):
         lines[layer], kept = line, split(routing)[1]
         tokens = len(kept.sets_PK)
-        in_order = _quality(kept, contiguous_line(routing.load(), plain), plain)
-        rows.append(LayerReport(layer, in_order, _quality(kept, line, slots)))
+        in_order = _quality(kept, contiguous_line(routing.load(), plain), plain, levels)
+        rows.append(LayerReport(layer, in_order, _quality(kept, line, slots, levels)))
     placement = Placement(
         num_experts=spec.num_experts, slots_per_rank=slots, expert_of_slot=tuple(lines)
     )
@@ -113,13 +128,24 @@ def slots_of(num_experts: int, ranks: int, spare: int) -> tuple[int, ...]:
     return tuple(slots + spare for slots in base)
 
 
-def _quality(kept: LayerRouting, line: Line, slots: Sequence[int]) -> PlacementQuality:
+def nodes_of(ranks: int, nodes: int) -> LinkLevels:
+    """Return the nodes of the ranks. Raises ConfigError."""
+    if nodes < 1 or ranks % nodes:
+        raise ConfigError(f"--nodes {nodes}: --ranks {ranks} is no multiple; give a divisor of it")
+    return even_nodes(ranks, nodes)
+
+
+def _quality(
+    kept: LayerRouting, line: Line, slots: Sequence[int], levels: LinkLevels
+) -> PlacementQuality:
     placed = layer_slots(line, slots)
     label_V = token_ranks(kept.counts, held(line, slots, kept.num_experts))
     found = measure(kept, placed)
     known = kept._replace(ids_P=kept.ids_P[kept.ids_P < len(label_V)])
     known = known._replace(sets_PK=kept.sets_PK[kept.ids_P < len(label_V)])
-    return PlacementQuality(found.copies, local_fraction(known, placed, label_V), found.load)
+    local = local_fraction(known, placed, label_V)
+    outer = levels.copies(sent_ranks(kept, line, slots)).outer if len(kept.sets_PK) else 0.0
+    return PlacementQuality(found.copies, local, found.load, outer)
 
 
 def _mean(rows: Sequence[PlacementQuality]) -> PlacementQuality:
@@ -155,15 +181,18 @@ def print_report(report: PlaceReport) -> None:
         caption=f"slots of the ranks: {', '.join(map(str, slots))}",
         box=None,
     )
-    for name in ("layer", "copies of a token", "local by token id", "load of the busiest", ""):
+    names = ["copies of a token", "local by token id", "load of the busiest"]
+    if any(row.in_order.outer for row in report.rows):
+        names.append("copies on other nodes")
+    for name in ("layer", *names, ""):
         table.add_column(name, justify="right" if name else "left")
     for row in report.rows:
         table.add_row(
             str(row.layer),
-            *_shown(row.in_order, row.placed),
+            *_shown(row.in_order, row.placed)[: len(names)],
             "" if row.is_improvement else "no gain",
         )
-    table.add_row("mean", *_shown(*report.means()), style="bold")
+    table.add_row("mean", *_shown(*report.means())[: len(names)], style="bold")
     Terminal().print(table)
     if not any(row.is_improvement for row in report.rows):
         Terminal().print("no gain: experts in order are as good")

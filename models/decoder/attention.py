@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -242,12 +243,26 @@ class CompiledDecode(abc.ABC):
         return np.array(fields, np.int64)
 
 
+class SharedNorm(NamedTuple):
+    """A norm of queries and keys over the heads of several workers.
+
+    sizes: elements of all queries, of all keys. counted: this worker's KV heads, without those that
+    a worker before it counts. total: sum over workers of [T, 2], for a layer.
+    """
+
+    sizes: tuple[int, int]
+    counted: list[int]
+    total: Callable[[int, Tensor], Tensor]
+
+
 class GroupedQueryAttention(CompiledDecode):
     """Holds q, k and v as one matrix [(H + G) * d + G * v, D], for one product; v: value dim.
 
     Elements of query and key heads are reordered on load, alike in both, so that rope rotates pairs
     (i, i + d/2); the angle of pairs that it does not rotate is 0.
     """
+
+    shared_norm: SharedNorm | None = None
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = attention_tensors(spec, layer)
@@ -363,8 +378,9 @@ class GroupedQueryAttention(CompiledDecode):
         """Return queries, keys and values, normed and rotated, tile by tile within the cache."""
         T, H, G = x_TD.shape[0], self._H, self._G
         tiles, both = list(row_tiles(x_TD)), slice(0, H + G)
-        if len(tiles) == 1:
-            qk, v_TGv = self._split(self._qkv(x_TD))
+        if len(tiles) == 1 or self.shared_norm is not None:
+            qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
+            self._divide_by_rms(qk)
             yield
             qk = self._norm_and_rotate(qk, both, metadata, slice(None))
             return qk[:, :H], qk[:, H:], self._clipped(v_TGv)
@@ -391,6 +407,7 @@ class GroupedQueryAttention(CompiledDecode):
         """Return the same with queries of the last rows only."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
         qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
+        self._divide_by_rms(qk)
         keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
         for tile in row_tiles(x_TD):
             yield
@@ -423,8 +440,23 @@ class GroupedQueryAttention(CompiledDecode):
         x_THd = self._clipped(self._normed(x_THd, weight_Hd, heads))
         return norm_and_rope(x_THd, None, self._eps, cos, sin)
 
+    def _divide_by_rms(self, qk_THd: Tensor) -> None:
+        """Divide by root mean squares over the heads of all workers, in place."""
+        norm, H = self.shared_norm, self._H
+        if norm is None:
+            return
+        q_THd, k_TGd = qk_THd[:, :H], qk_THd[:, H:]
+        counted = q_THd, k_TGd[:, norm.counted]
+        squares_T2 = torch.stack([part.float().square().sum((1, 2)) for part in counted], 1)
+        means_T2 = norm.total(self._layer, squares_T2) / torch.tensor(norm.sizes)
+        factors_T2 = (means_T2 + self._eps).rsqrt()[..., None, None]
+        q_THd.mul_(factors_T2[:, 0])
+        k_TGd.mul_(factors_T2[:, 1])
+
     def _normed(self, x_THd: Tensor, weight_Hd: Tensor, heads: slice) -> Tensor:
         """Norm queries and keys, whole or by head, in which case heads of a kind share weights."""
+        if self.shared_norm is not None:
+            return x_THd * weight_Hd
         queries, is_whole = max(0, self._H - heads.start), self._qk_norm == "projection"
         sizes = [size for size in (queries, x_THd.shape[1] - queries) if size]
         parts = []

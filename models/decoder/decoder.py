@@ -30,6 +30,7 @@ from models.decoder.attention import (
     GroupedQueryAttention,
     KvPool,
     LatentAttention,
+    SharedNorm,
     decodes_at_once,
 )
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
@@ -177,13 +178,15 @@ class AttentionHalf:
         loader = Loader(checkpoint, dtype, device, progress, whole)
         return AttentionHalf(spec, loader, dtype, device)
 
-    def with_heads(self, spec: ModelSpec, loader: Loader) -> AttentionHalf:
+    def with_heads(self, spec: ModelSpec, loader: Loader, norm: SharedNorm | None) -> AttentionHalf:
         """Return a half with other attention, of the heads of `spec`, for `partial_steps`."""
         half, layers = copy.copy(self), list[_Layer]()
         for number, layer in enumerate(self._layers):
             attention = _mixer(spec, number, loader)
-            assert isinstance(attention, CompiledDecode)
-            attention.norms_output = False
+            if isinstance(attention, CompiledDecode):
+                attention.norms_output = False
+            if isinstance(attention, GroupedQueryAttention):
+                attention.shared_norm = norm
             layers.append(copy.copy(layer))
             layers[-1].attention = attention
             loader.finish_layer()

@@ -19,6 +19,7 @@ import enum
 from typing import NamedTuple
 
 INDEX_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 4  # of each pair; of each slot of a packet
+SQUARES_BYTES = 8  # of a token: of its queries and keys
 
 
 class ExchangeScheme(enum.StrEnum):
@@ -43,6 +44,7 @@ class LayerExchange(NamedTuple):
 
     remote_copies, remote_pairs: tokens and (token, expert) pairs sent to other workers, in all.
     predicted_tokens: whose predictions for the next layer are sent, a byte for each worker.
+    normed_tokens: whose queries and keys have a norm over all heads: sums of squares are sent.
     """
 
     workers: int
@@ -51,6 +53,7 @@ class LayerExchange(NamedTuple):
     remote_pairs: int
     slots: int
     predicted_tokens: int = 0
+    normed_tokens: int = 0
 
 
 def moved_rows(scheme: ExchangeScheme, workers: int, remote_copies: float) -> float:
@@ -65,12 +68,14 @@ def moved_bytes(scheme: ExchangeScheme, layer: LayerExchange, row_bytes: int) ->
     Every worker sends every other one a packet, which also counts the pairs of each slot.
     """
     rows = _COLLECTIVE_ROWS[scheme] * (layer.workers - 1) * layer.tokens
+    links = (layer.workers - 1) * layer.workers
+    squares = layer.normed_tokens * links * SQUARES_BYTES
     if scheme is ExchangeScheme.TENSOR_PARALLEL:
-        return rows * row_bytes
-    predicted = layer.predicted_tokens * (layer.workers - 1) * layer.workers
+        return rows * row_bytes + squares
+    predicted = layer.predicted_tokens * links
     pairs = layer.remote_pairs * (INDEX_BYTES + WEIGHT_BYTES)
     counts = (layer.workers - 1) * layer.slots * COUNT_BYTES
-    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted
+    return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted + squares
 
 
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
@@ -88,24 +93,67 @@ class BatchWork(NamedTuple):
 class GroupRates(NamedTuple):
     """Measured rates of a worker.
 
-    copy_s: of a layer's experts, 0 if they are resident. measured_s: of batches of this size on all
-    workers; 0: not yet.
+    copy_s: of a layer's experts, 0 if they are resident. alone_s, shared_s: of batches of this size
+    on one and on all workers; 0: not yet. mean_row: time of a row over a link, in times of one
+    inside a node.
     """
 
     flops_per_s: float
     copy_s: float = 0.0
-    measured_s: float = 0.0
+    alone_s: float = 0.0
+    shared_s: float = 0.0
+    mean_row: float = 1.0
 
 
-def shared_gain_s(batch: BatchWork, rates: GroupRates, workers: int) -> float:
-    """Return the seconds that a batch takes less on all workers than on one; negative: more.
+class WorkerLoad(NamedTuple):
+    """Batches that reach each worker, and the fraction of its time that they need."""
 
-    Alone, a layer takes no less than the copy of the next one's experts. Together, computing time
-    is divided and rows travel, at most those of tokens that all have experts elsewhere.
+    batches_per_s: float = 0.0
+    busy_fraction: float = 0.0
+
+    def delay_s(self, seconds: float) -> float:
+        """Return by how much a batch of so many seconds delays later ones of its worker, in all.
+
+        Work of w seconds is done after w / (1 - busy_fraction), and each batch that arrives until
+        then waits for half of w.
+        """
+        idle = max(_LEAST_IDLE, 1 - self.busy_fraction)
+        return self.batches_per_s * seconds**2 / (2 * idle)
+
+
+_LEAST_IDLE = 0.05
+NO_LOAD = WorkerLoad()
+
+
+def alone_seconds(batch: BatchWork, rates: GroupRates) -> float:
+    """Return the seconds of a batch on one worker.
+
+    A layer takes no less than the copy of the next one's experts.
     """
     compute_s = batch.flops / rates.flops_per_s
-    alone_s = max(compute_s, compute_s / batch.layers + (batch.layers - 1) * rates.copy_s)
+    modelled_s = compute_s / batch.layers + (batch.layers - 1) * rates.copy_s
+    return rates.alone_s or max(compute_s, modelled_s)
+
+
+def shared_seconds(batch: BatchWork, rates: GroupRates, workers: int) -> float:
+    """Return the seconds of a batch on all workers.
+
+    Computing time is divided and rows travel, at most those of tokens that all have experts
+    elsewhere.
+    """
     rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1) * batch.tokens * batch.layers
-    moved_s = rows * batch.row_bytes / workers / BYTES_PER_S
+    moved_s = rows * batch.row_bytes * rates.mean_row / workers / BYTES_PER_S
     moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
-    return alone_s - (rates.measured_s or compute_s / workers + moved_s)
+    return rates.shared_s or batch.flops / rates.flops_per_s / workers + moved_s
+
+
+def shared_gain_s(
+    batch: BatchWork, rates: GroupRates, workers: int, load: WorkerLoad = NO_LOAD
+) -> float:
+    """Return the seconds saved by a batch on all workers, later batches included; negative: lost.
+
+    Together the batch ends sooner, but occupies all workers.
+    """
+    alone_s = alone_seconds(batch, rates)
+    shared_s = shared_seconds(batch, rates, workers)
+    return alone_s - shared_s + load.delay_s(alone_s) - workers * load.delay_s(shared_s)

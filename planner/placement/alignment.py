@@ -29,8 +29,12 @@ def aligned(
     counts: Sequence[TokenCounts],
     slots_per_rank: Sequence[int],
     experts: int,
+    nodes: Sequence[int] | None = None,
 ) -> list[Line]:
-    """Return the lines of all layers with the ranks of equal slots exchanged."""
+    """Return the lines of all layers with the ranks of equal slots exchanged.
+
+    nodes: of the ranks, if only ranks of one node may be exchanged."""
+    kinds = list(zip(slots_per_rank, nodes or [0] * len(slots_per_rank), strict=True))
     ids = max(int(each.ids_N.max(initial=-1)) + 1 for each in counts)
     tables = [
         _deviations(shares(*each, held(line, slots_per_rank, experts)), ids)
@@ -43,7 +47,7 @@ def aligned(
         for layer, table_VR in enumerate(tables):
             if turn:
                 total_VR -= table_VR[:, source[layer]]
-            better_R = _assignment(total_VR.T @ table_VR, source[layer], slots_per_rank)
+            better_R = _assignment(total_VR.T @ table_VR, source[layer], kinds)
             changed |= bool((better_R != source[layer]).any())
             source[layer] = better_R
             total_VR += table_VR[:, better_R]
@@ -62,13 +66,15 @@ def _deviations(shares_VR1: Floats, ids: int) -> Floats:
     return np.pad(found_VR, ((0, ids - len(found_VR)), (0, 0)))
 
 
-def _assignment(gain_RR: Floats, start_R: Ints, slots_per_rank: Sequence[int]) -> Ints:
-    """Return the group of each rank by exchanges that raise the sum of gain[rank, group]."""
+def _assignment(gain_RR: Floats, start_R: Ints, kinds: Sequence[tuple[int, int]]) -> Ints:
+    """Return the group of each rank by exchanges that raise the sum of gain[rank, group].
+
+    kinds: only groups of ranks of one kind are exchanged."""
     source_R, is_better = start_R.copy(), True
     pairs = [
         [one, other]
         for one, other in itertools.combinations(range(len(start_R)), 2)
-        if slots_per_rank[one] == slots_per_rank[other]
+        if kinds[one] == kinds[other]
     ]
     while is_better:
         is_better = False

@@ -79,6 +79,13 @@ def add_place(commands: Commands) -> None:
         metavar="N",
         help="slots of each rank for replicas, in every layer (default 0)",
     )
+    place.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="nodes, with as many consecutive ranks each; links between them are slow (default 1)",
+    )
     place.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
     place.add_argument("--output", type=Path, metavar="F", help="write the placement (.json)")
     place.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -98,7 +105,8 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
     if options.output is not None:  # before minutes of search
         check_writable(options.output)
     folder = resolve_model_folder(options.model)
-    settings = PlaceSettings(options.profile, folder, options.ranks, options.spare, options.seed)
+    sizes = options.ranks, options.spare, options.nodes
+    settings = PlaceSettings(options.profile, folder, *sizes, options.seed)
     errors = Terminal(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("placing", total=1.0)

@@ -77,6 +77,8 @@ def test_unreadable_input_or_output_is_reported_before_placement(
     assert "no folder" in _error(capsys, str(PROFILE), *ranks, "--output", str(tmp_path / "a/b"))
     assert "a folder" in _error(capsys, str(PROFILE), *ranks, "--output", str(tmp_path))
     assert "--seed -1" in _error(capsys, str(PROFILE), *ranks, "--seed", "-1")
+    message = "--nodes 3: --ranks 2 is no multiple; give a divisor of it"
+    assert message in _error(capsys, str(PROFILE), *ranks, "--nodes", "3")
     (tmp_path / "short").write_bytes(PROFILE.read_bytes()[:50_000])
     _error(capsys, str(tmp_path / "short"), *ranks)
 
