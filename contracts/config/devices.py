@@ -50,10 +50,11 @@ def _channel(kind: str, cpu: str, cuda: str) -> Mode:
 
 _GROUP, _STREAMED = "tests/oracle/test_group_fidelity.py", "tests/gpu/test_streamed_cuda.py"
 _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_channels_cuda.py"
+_PLACED = "tests/oracle/test_placements.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
 MODES = (
     Mode("groups.expert_ranks", lambda config: config.groups.expert_ranks > 0,
-         _GROUP, "tests/oracle/test_placements.py"),
+         _GROUP, _PLACED),
     Mode("experts.slots, experts.bytes (expert ranks)",
          lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
          _GROUP, instead=_INSTEAD),
@@ -67,7 +68,7 @@ MODES = (
     _prefill("cached", "tests/gpu/test_cached_cuda.py"),
     _prefill("gathered"),
     _prefill("hybrid"),
-    _prefill("all_to_all", cpu="tests/oracle/test_placements.py"),
+    _prefill("all_to_all", _PLACED, _PLACED),
     _prefill("shuffled", cpu="tests/oracle/test_shared_batches.py"),
     _channel("shm", _HOST, ""),
     _channel("tcp", _HOST, ""),
