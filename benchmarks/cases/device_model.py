@@ -38,6 +38,7 @@ CHUNK = 500
 
 
 def measure(options: argparse.Namespace) -> Measured:
+    logging.disable(logging.WARNING)  # lost peers
     with installed():
         symptoms = {bug.name: found(bug, SEEDS) for bug in device_bugs()}
         shares = {
@@ -125,7 +126,7 @@ def _pin(cores: Sequence[int]) -> None:
 
 def _run_chunk(first: int, runs: int) -> list[str]:
     failures, gathers = [], gather_code()
-    logging.disable(logging.WARNING)  # a peer that ends is logged
+    logging.disable(logging.WARNING)
     with installed():
         for seed in range(first, first + runs):
             name, is_lazy = (*BACKENDS, "gather")[seed % 3], seed % 4 == 0
