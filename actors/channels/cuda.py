@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import importlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -20,11 +21,13 @@ from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.link import Link, PayloadLayout, Views
 from actors.channels.segments import FLAG_BYTES, SegmentAllocator, releaser
+from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
 
 INSTALL = f"in a clone: pip install -e '.[cuda{(torch.version.cuda or '12').partition('.')[0]}]'"
 TRANSFERS_PER_CLASS: Final = 4  # under way at a time, of one rank
+COPY_POLL_S: Final = 1e-3  # between two looks at a copy that a thread waits for
 DEVICE_ENVIRONMENT: Final = {
     # A kernel's first use would otherwise wait for the whole device, transfers included.
     "CUDA_MODULE_LOADING": "EAGER",
@@ -76,6 +79,15 @@ def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def wait_for_stream(stream: torch.cuda.Stream, timeout_s: float, what: str) -> None:
+    """Sleep until all that is queued on `stream` has completed. Raises ChannelError."""
+    end_s, done = monotonic_s() + timeout_s, recorded(stream)
+    while not has_passed(done):
+        if monotonic_s() > end_s:
+            raise ChannelError(f"{what}: the GPU has not completed it in {timeout_s:g} s")
+        time.sleep(COPY_POLL_S)
 
 
 def device_identity(device: torch.device) -> str:

@@ -76,19 +76,27 @@ class _Raw:
         }
 
 
+def device_bytes(pointer: int, num_bytes: int, free: Callable[[int], None]) -> torch.Tensor:
+    """Return memory under its `torch.cuda.device`. Raises ChannelError.
+
+    free: called with the pointer when the last tensor in the memory is gone.
+    """
+    raw = _Raw(pointer, num_bytes)
+    weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
+    memory = torch.as_tensor(raw, device="cuda")
+    if memory.data_ptr() != pointer:
+        raise ChannelError(f"torch copied device memory at {pointer:#x} instead of using it")
+    return memory
+
+
 class DeviceMemory:
     """Device memory; `free(pointer)` runs when the last tensor in it is gone."""
 
     def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
         """Wrap memory under its `torch.cuda.device`. Raises ChannelError."""
-        raw = _Raw(pointer, num_bytes)
-        weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
         self.num_bytes = num_bytes
         self.flags = mmap.mmap(fd, FLAG_BYTES)
-        memory = torch.as_tensor(raw, device="cuda")
-        if memory.data_ptr() != pointer:
-            raise ChannelError(f"torch copied device memory at {pointer:#x} instead of using it")
-        self.views = Views(memory)
+        self.views = Views(device_bytes(pointer, num_bytes, free))
 
     def close(self) -> None:
         """Do nothing: the finalizer frees the memory."""

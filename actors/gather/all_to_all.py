@@ -27,6 +27,7 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.device_dispatch import DeviceDispatch, empty_slice
 from actors.moe.dispatch import (
     DispatchCounts,
     RankSlice,
@@ -34,11 +35,15 @@ from actors.moe.dispatch import (
     send_slice,
 )
 from actors.moe.expert_server import merge
+from actors.moe.rank_experts import DevicePairs
+from actors.moe.remote_pending import Piece
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement
 from contracts.plan import Plan
+from contracts.requests import Priority
+from kernels.device import runs_on_device
 from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
@@ -70,6 +75,7 @@ class AllToAll:
         self._peers = [name for name in workers if name != endpoint.name]
         self._slots_per_rank = placement.slots_per_rank
         self._placement = ExpertPlacement(placement)
+        self._on_device: DeviceDispatch | None = None  # made for the first rows on a device
         self._pass = 0
         self._arrived: dict[tuple[PacketKind, int, int, str], Packet] = {}
         self._lost: PeerError | None = None
@@ -93,16 +99,22 @@ class AllToAll:
     def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
         """Return each token's weighted sum over its experts, [T, D] float32. Raises PeerError."""
         self._wait_for_links()
-        tokens, placed = routed.x_TD.shape[0], self.placed(layer)
-        slices = plan_dispatch(
-            routed.topk_ids_TK.cpu().numpy(),
-            routed.topk_weights_TK.cpu().numpy(),
-            [(0, tokens)],
-            placed,
-            free_rank=self._rank,
-        )
-        self.counts.add(layer, tokens, slices, placed)
+        slices = self._slices(layer, routed)
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
+
+    def _slices(self, layer: int, routed: RoutedTokens) -> Sequence[Piece]:
+        """Return the packets of a layer, planned where the rows are."""
+        tokens, placed = routed.x_TD.shape[0], self.placed(layer)
+        whole, device = [(0, tokens)], routed.x_TD.device
+        if runs_on_device(device):
+            if self._on_device is None:
+                self._on_device = DeviceDispatch(device, self.counts, None, self._clock)
+            key = TaskKey(self._pass, layer, 0, Priority.LS)
+            return self._on_device.plan(key, routed, whole, placed)
+        ids_TK, weights_TK = routed.topk_ids_TK.numpy(), routed.topk_weights_TK.numpy()
+        slices = plan_dispatch(ids_TK, weights_TK, whole, placed, free_rank=self._rank)
+        self.counts.add(layer, tokens, slices, placed)
+        return slices
 
     def participate(self, layer: int, like: Tensor) -> None:
         """Take part in a layer without own rows; `like` is [0, D]. Raises PeerError."""
@@ -126,10 +138,10 @@ class AllToAll:
     def _pass_started(self) -> bool:
         return any(number == self._pass for _, number, _, _ in self._arrived)
 
-    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, RankSlice]) -> Tensor:
+    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, Piece]) -> Tensor:
         own: Packet | None = None
         for rank, worker in enumerate(self._workers):
-            piece = slices.get(rank) or self._empty(rank)
+            piece = slices.get(rank) or self._empty(rank, x_TD.device)
             header = self._header(PacketKind.A2E, layer)
             if worker == self._endpoint.name:
                 own = Packet(worker, header, _packed(piece, x_TD), self._clock(), None)
@@ -152,7 +164,10 @@ class AllToAll:
         """Run our experts on all rows in one call; answer the others, return our own sums."""
         ordered = [packets[worker] for worker in self._workers]
         groups = merge(ordered)
-        y_UD = self._half.run(layer, *groups.pairs)
+        if isinstance(groups.pairs, DevicePairs):
+            y_UD = run_to_end(self._half.device_steps(layer, *groups.pairs))
+        else:
+            y_UD = self._half.run(layer, *groups.pairs)
         local = y_UD[:0]
         for number, packet in enumerate(ordered):
             rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]
@@ -164,8 +179,11 @@ class AllToAll:
             packet.release()
         return local
 
-    def _empty(self, rank: int) -> RankSlice:
-        counts_e = np.zeros(self._slots_per_rank[rank], np.int32)
+    def _empty(self, rank: int, device: torch.device) -> Piece:
+        experts = self._slots_per_rank[rank]
+        if runs_on_device(device):
+            return empty_slice(rank, experts, self._half.spec.top_k, device)
+        counts_e = np.zeros(experts, np.int32)
         none = np.zeros(0, np.int64)
         return RankSlice(rank, 0, 0, 0, none, none.astype(np.int32), none.astype("f4"), counts_e)
 
@@ -204,6 +222,8 @@ class AllToAll:
         """Receive packets. Raises the loss of a peer, now and on every later call."""
         start_s = self._clock()
         channel_events: list[ChannelEvent] = self._endpoint.poll(timeout_s)
+        if self._on_device is not None:
+            self._on_device.poll()
         self._timeline.record_wait(start_s, self._clock(), transfers(channel_events))
         for channel_event in channel_events:
             if isinstance(channel_event, Packet):
@@ -225,7 +245,7 @@ class AllToAll:
         self._arrived[header.kind, header.batch, header.layer, packet.peer] = packet
 
 
-def _packed(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
+def _packed(piece: Piece, x_TD: Tensor) -> list[Tensor]:
     parts = piece.parts(x_TD)
     tensors = [torch.empty(p.shape, dtype=p.torch_dtype, device=x_TD.device) for p in parts]
     piece.fill(x_TD, tensors)

@@ -152,7 +152,13 @@ def _gathered(
     source = PeerSource(spec, part, shard, host)
     address = source.listen(spec.host)
     store = copying_store(spec, layout, source, Stage.GATHER, timeline)
+
+    def close() -> None:
+        source.abort()  # a copy that waits for a peer
+        store.close()
+
     return store, _stored(spec, store, timeline)._replace(
+        close=close,
         address=address,
         degraded=lambda: "; ".join(source.lost.values()),
         bytes_moved=source.bytes_moved,

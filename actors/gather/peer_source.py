@@ -22,12 +22,15 @@ peer: the server keeps the last connection of a name, which must be the one kept
 import logging
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch
+
+from actors.channels.cuda import COPY_POLL_S, wait_for_stream
 from actors.channels.handshake import Identity
 from actors.channels.local_process import is_hung
-from actors.gather.weight_link import Terms, WeightLink, bytes_of, digest, join
+from actors.gather.weight_link import Terms, WeightLink, digest, join
 from actors.gather.weight_server import WeightServer
 from actors.gather.weight_shard import ExpertRange, PartSource, Shard
 from contracts.clock import monotonic_s
@@ -227,6 +230,7 @@ class PeerSource:
             layout.digest,
             spec.placement.digest,
             shard.slots.payload_bytes,
+            b"" if shard.slots.segment is None else shard.slots.segment.handle,
         )
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
         self._dialer = PeerDialer(self._me, self._terms, self._config)
@@ -236,12 +240,14 @@ class PeerSource:
         self._introduced = threading.Event()
         self._closing = threading.Event()
         self._before_bytes = 0  # received on closed links
+        self._stuck: list[WeightLink] = []  # with a copy that did not end: their memory stays open
         self.fallbacks = 0
 
     def listen(self, host: str) -> str:
         """Start serving the peers. Returns the address for their `connect`."""
-        shared = self._spec.backend == "shm"
-        tcp = not shared or _is_far(host)
+        on_gpu = self.shard.slots.segment is not None
+        shared = self._spec.backend == "shm" or on_gpu
+        tcp = not shared or (_is_far(host) and not on_gpu)
         self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
         return self.address
 
@@ -283,6 +289,7 @@ class PeerSource:
 
     def _copy(self, layer: int, into: ExpertBuffer) -> None:
         self._adopt()
+        self._wait_for_device(layer)  # for the compute that reads the buffer: slots are lent late
         requested = [
             link for link in list(self._links.values()) if self._request(link, layer, into)
         ]
@@ -292,7 +299,10 @@ class PeerSource:
             self._copy_own(layer, slot, into)
         self._gather({link.fileno(): link for link in requested})
         if slot is None:
-            self._copy_own(layer, self.shard.wait(layer, self._config.connect_timeout_s), into)
+            slot = self.shard.wait(layer, self._config.connect_timeout_s)
+            self._copy_own(layer, slot, into)
+        self._wait_for_device(layer)
+        self.shard.release(layer)
         if self._closing.is_set():
             raise ChannelError(f"{self.name} is closing")
         for peer in self.lost:
@@ -300,9 +310,15 @@ class PeerSource:
             self._fallback.copy_part(layer, first, last, into.part(first, last))
             self.fallbacks += 1
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """End the copy that waits for peers, and all later ones."""
         self._closing.set()
         self._introduced.set()
+        for link in list(self._links.values()):
+            link.abort()
+
+    def close(self) -> None:
+        self.abort()
         self._dialer.close()
         self._server.close()
         links = list(self._links.values())
@@ -320,7 +336,7 @@ class PeerSource:
         if first == last:
             return False
         try:
-            link.request(layer, bytes_of(into.part(first, last)))
+            link.request(layer, into.part(first, last))
         except PeerError as error:
             self._lose(link, error)
             return False
@@ -328,26 +344,57 @@ class PeerSource:
 
     def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
         own_pieces = into.part(self._part.first, self._part.last)
-        for out, held in zip(own_pieces, self.shard.slots.pieces[slot], strict=True):
+        slots = self.shard.slots
+        if slots.segment is not None:
+            pieces = [piece for piece in own_pieces if piece.numel()]
+            if pieces:
+                slots.segment.copy(slots.offset_bytes(slot), pieces)
+            return
+        for out, held in zip(own_pieces, slots.pieces[slot], strict=True):
             out.copy_(held)
-        self.shard.release(layer)
+
+    def _wait_for_device(self, layer: int) -> None:
+        """Wait for what is queued on the copying stream of a GPU. Raises ChannelError."""
+        if self.shard.slots.segment is not None:
+            stream = torch.cuda.current_stream(self._part.layout.device)
+            what = f"copy of the experts of layer {layer}"
+            wait_for_stream(stream, self._config.connect_timeout_s, what)
 
     def _gather(self, under_way: dict[int, WeightLink]) -> None:
         """Receive from the links until each is done or lost."""
         poll = select.poll()
         for fd in under_way:
             poll.register(fd, select.POLLIN)
-        while under_way:
-            oldest_s = min(link.progress_s for link in under_way.values())
-            left_s = oldest_s + self._config.heartbeat_timeout_s - monotonic_s()
-            # A silent local peer may only be waiting for a core: check it repeatedly.
-            ready = {
-                fd for fd, _ in poll.poll(1e3 * max(left_s, self._config.heartbeat_interval_s))
-            }
+        copying: list[WeightLink] = []
+        while under_way or copying:
+            wait_s = COPY_POLL_S if copying else self._silence_left_s(under_way.values())
+            ready = {fd for fd, _ in poll.poll(1e3 * wait_s)}
+            copying = [link for link in copying if not self._advance_copy(link)]
             for fd, link in list(under_way.items()):
-                if self._advance(link, overdue=fd not in ready):
+                ended = self._advance(link, overdue=fd not in ready)
+                if ended or link.is_copying:
                     del under_way[fd]
                     poll.unregister(fd)
+                    copying += [] if ended else [link]
+
+    def _silence_left_s(self, links: Iterable[WeightLink]) -> float:
+        """Return the time until a link may count as hung."""
+        oldest_s = min(link.progress_s for link in links)
+        left_s = oldest_s + self._config.heartbeat_timeout_s - monotonic_s()
+        # A silent local peer may only be waiting for a core: check it repeatedly.
+        return max(left_s, self._config.heartbeat_interval_s)
+
+    def _advance_copy(self, link: WeightLink) -> bool:
+        """Return whether a copy from a peer's GPU has ended; it has a deadline."""
+        timeout_s = self._config.heartbeat_timeout_s
+        if self._advance(link, overdue=False):
+            return True
+        if monotonic_s() - link.progress_s < timeout_s:
+            return False
+        self._stuck.append(link)
+        reason = f"a copy from the GPU of {link.peer} has not ended in {timeout_s:g} s"
+        self._lose(link, PeerHungError(reason, link.peer))
+        return True
 
     def _advance(self, link: WeightLink, *, overdue: bool) -> bool:
         """Return whether the link has nothing more to deliver."""

@@ -5,7 +5,8 @@ byte carries the segment's descriptor), on one connection per direction:
 
     peer    FETCH layer                                  DONE layer
     server              (KEEPALIVE ...)  DATA layer | bytes
-                                                          over shared memory: an offset, no bytes
+                                                          over shared memory, and in memory
+                                                          of a GPU: an offset, no bytes
 
 One layer at a time. KEEPALIVE is a sign of life while a layer comes from the host store. The slot
 may be overwritten after DONE, or once the connection is closed.
@@ -23,6 +24,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -32,7 +34,9 @@ from actors.channels import handshake, local_process
 from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
+from actors.channels.local_process import LocalProcess
 from actors.channels.segments import FLAG_BYTES, check_memfd
+from actors.gather.device_segment import DeviceSegment, open_segment
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError
 from contracts.messages import FRAME_ERRORS
@@ -52,6 +56,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     epoch: the worker's incarnation; older ones of a name are refused. model_digest: of the model's
     shape and dtype. layout: of experts in memory (models/experts/expert_layout.py). placement:
     digest of the placement. segment_bytes: payload of the server's segment, over shared memory.
+    handle: of that segment in the memory of a GPU; empty: it is the host's.
     """
 
     epoch: int
@@ -59,6 +64,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     layout: bytes
     placement: str = ""
     segment_bytes: int = 0
+    handle: bytes = b""
 
 
 # Built at import: msgspec crashes when two threads build the first decoder of a type at once.
@@ -90,6 +96,11 @@ def check_terms(remote: Terms, local: Terms, name: str, newest_epoch: int) -> No
             f"{name} lays experts out in another way, for another processor: set "
             "prefill.packed_experts=false on all prefill workers"
         )
+    if bool(remote.handle) != bool(local.handle):
+        raise HandshakeError(
+            f"one of {name} and this worker computes on a GPU, the other does not: set "
+            "groups.device"
+        )
     if remote.epoch < newest_epoch:
         raise HandshakeError(
             f"{name} is at epoch {remote.epoch}, which has been replaced by {newest_epoch}"
@@ -115,10 +126,12 @@ def join(
         )
         terms = read_terms(remote.extra, peer)
         check_terms(terms, local, peer, newest_epoch)
-        memory = None
-        if sock.family == socket.AF_UNIX:
+        memory: Segment | None = None
+        if terms.handle:
+            memory = PeerGpuSegment(peer, terms)
+        elif sock.family == socket.AF_UNIX:
             sock.settimeout(max(end_s - monotonic_s(), 1e-3))
-            memory = _map(sock, peer, terms.segment_bytes)
+            memory = HostSegment(_map(sock, peer, terms.segment_bytes))
         return WeightLink(peer, sock, terms.epoch, memory)
     except (ChannelError, OSError) as error:
         sock.close()
@@ -165,12 +178,73 @@ def receive_into(sock: socket.socket, into: memoryview, peer: str) -> None:
         into = into[count:]
 
 
-class WeightLink:
-    """Link to one peer. `progress_s`: last sign of life. `local_process`: its process, if known."""
+class Segment(Protocol):
+    """A peer's segment. first_bytes, end_bytes: of its payload."""
 
-    def __init__(
-        self, peer: str, sock: socket.socket, epoch: int, segment: memoryview | None
-    ) -> None:
+    first_bytes: int
+    end_bytes: int
+
+    @property
+    def is_copied(self) -> bool: ...
+
+    def copy(self, offset: int, into: Sequence[torch.Tensor]) -> None:
+        """Start a copy, which has ended once `is_copied`. Raises PeerError."""
+
+    def may_be_freed(self, process: LocalProcess | None) -> bool:
+        """Return whether the peer's end may free the memory."""
+
+
+class HostSegment:
+    """Pages of the host, which stay as long as they are mapped."""
+
+    is_copied = True
+
+    def __init__(self, memory: memoryview) -> None:
+        self.first_bytes, self.end_bytes, self._memory = FLAG_BYTES, len(memory), memory
+
+    def copy(self, offset: int, into: Sequence[torch.Tensor]) -> None:
+        for view in bytes_of(into):
+            stop = offset + len(view)
+            source = np.frombuffer(self._memory[offset:stop], np.uint8)
+            np.copyto(np.frombuffer(view, np.uint8), source)
+            offset = stop
+
+    def may_be_freed(self, process: LocalProcess | None) -> bool:
+        return False
+
+
+class PeerGpuSegment:
+    """Memory of another worker's GPU, opened at the first copy."""
+
+    first_bytes = 0
+
+    def __init__(self, peer: str, terms: Terms) -> None:
+        self.end_bytes, self._peer, self._handle = terms.segment_bytes, peer, terms.handle
+        self._opened: DeviceSegment | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        return self._opened is None or self._opened.is_copied
+
+    def copy(self, offset: int, into: Sequence[torch.Tensor]) -> None:
+        try:
+            if self._opened is None:
+                self._opened = open_segment(self._handle, self.end_bytes, into[0].device)
+        except ChannelError as error:
+            raise PeerError(f"{self._peer}: {error.message}", self._peer) from None
+        self._opened.copy(offset, into)
+
+    def may_be_freed(self, process: LocalProcess | None) -> bool:
+        return process is not None and process.is_ending
+
+
+class WeightLink:
+    """Link to one peer. `progress_s`: last sign of life. `local_process`: its process, if known.
+
+    is_copying: its part is being copied from its segment.
+    """
+
+    def __init__(self, peer: str, sock: socket.socket, epoch: int, segment: Segment | None) -> None:
         sock.setblocking(False)
         self.peer, self.epoch = peer, epoch
         self.local_process = local_process.peer_process(sock)
@@ -180,17 +254,20 @@ class WeightLink:
         self._segment = segment
         self._layer = 0
         self._head = b""
-        self._into: list[memoryview] = []  # still to be filled
+        self.is_copying = False
+        self._pieces: list[torch.Tensor] = []
+        self._into: list[memoryview] = []  # still to be filled, over TCP
         self._left = 0
         self._num_bytes = 0
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def request(self, layer: int, into: list[memoryview]) -> None:
+    def request(self, layer: int, into: Sequence[torch.Tensor]) -> None:
         """Start filling `into`. Raises PeerError."""
-        self._layer, self._into = layer, into
-        self._num_bytes = sum(map(len, into))
+        self._layer, self._pieces = layer, [piece for piece in into if piece.numel()]
+        self._into = bytes_of(self._pieces) if self._segment is None else []
+        self._num_bytes = sum(piece.nbytes for piece in self._pieces)
         self._head, self._left = b"", 0
         self.progress_s = monotonic_s()
         self._wake_at(REPLY.size)
@@ -215,8 +292,11 @@ class WeightLink:
         if self.local_process is not None:
             self.local_process.close()
         self._into = []
+        self._pieces = []
 
     def _advance(self) -> bool:
+        if self.is_copying:
+            return self._end_copy()
         while not self._left:
             self._head += self._receive(REPLY.size - len(self._head))
             if len(self._head) < REPLY.size:
@@ -233,7 +313,7 @@ class WeightLink:
                 )
             if self._segment is not None:
                 self._copy(self._segment, value)
-                return self._done()
+                return self._end_copy()
             if value != self._num_bytes:
                 raise PeerError(
                     f"{self.peer} sent {value} bytes instead of {self._num_bytes}", self.peer
@@ -259,19 +339,24 @@ class WeightLink:
                 self._into.pop(0)
         self._wake_at(min(self._left, _WAKE_BYTES))
 
-    def _copy(self, segment: memoryview, offset: int) -> None:
-        if not FLAG_BYTES <= offset <= len(segment) - self._num_bytes:
+    def _copy(self, segment: Segment, offset: int) -> None:
+        if not segment.first_bytes <= offset <= segment.end_bytes - self._num_bytes:
             raise PeerError(f"{self.peer} sent an offset outside its segment", self.peer)
-        for view in self._into:
-            stop = offset + len(view)
-            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(segment[offset:stop], np.uint8))
-            offset = stop
+        segment.copy(offset, self._pieces)
+        self.is_copying = True
+
+    def _end_copy(self) -> bool:
+        if self._segment is not None and not self._segment.is_copied:
+            return False
+        self.is_copying = False
+        return self._done()
 
     def _done(self) -> bool:
         """Release the slot. Copied bytes are valid only if the connection is still open."""
-        self._into = []
+        self._into, self._pieces = [], []
         self.received_bytes += self._num_bytes
-        if self._segment is not None and self._is_closed():
+        segment = self._segment
+        if segment is not None and (segment.may_be_freed(self.local_process) or self._is_closed()):
             raise connection_closed(self.peer)
         self._send(DONE)
         return True

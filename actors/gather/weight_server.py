@@ -1,7 +1,8 @@
 """Server of expert weights, beside the compute.
 
 Each peer has a connection and a thread that mostly waits in the kernel. Nothing is copied: over TCP
-the kernel sends from the segment's pages (sendfile), over shared memory the peer reads them. Where
+the kernel sends from the segment's pages (sendfile), over shared memory the peer reads them, and
+between GPUs copies them (actors/gather/device_segment.py). Where
 peers may be on other nodes it serves both ways, because a replaced worker may no longer share
 memory.
 """
@@ -124,7 +125,7 @@ class WeightServer:
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         """Answer requests until the connection ends. Raises OSError, PeerError."""
-        if sock.family == socket.AF_UNIX:
+        if sock.family == socket.AF_UNIX and self._shard.slots.segment is None:
             socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
         process = peer_process(sock)
         try:

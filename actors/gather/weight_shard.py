@@ -10,13 +10,15 @@ from the host store: requested layers first, then those that come next in a pass
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from actors.channels.link import ALIGNMENT_BYTES
 from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
+from actors.gather.device_segment import DeviceSegment, DeviceShardMemory
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout
 
@@ -44,21 +46,35 @@ class ExpertRange:
 
 
 class ShardSlots:
-    """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start."""
+    """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start.
+
+    segment: on a GPU, instead of `fd`.
+    """
 
     def __init__(self, part: ExpertRange, count: int) -> None:
         """Allocate the segment. Raises ChannelError if memory is short."""
         self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.payload_bytes = max(count * self._stride, ALIGNMENT_BYTES)
-        self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
-        memory = HostMemory(self.fd, self.payload_bytes).views.memory
+        self.segment: DeviceSegment | None = None
+        self.fd, self._first_bytes = -1, 0
+        self.fill: Callable[[Callable[[], None]], None] = lambda copies: copies()
+        if part.layout.device.type == "cuda":
+            on_device = DeviceShardMemory(self.payload_bytes, part.layout.device)
+            self.segment, self.fill = on_device.segment, on_device.fill
+            memory = on_device.memory
+        else:
+            self.fd, self._first_bytes = (
+                create_memfd(self.payload_bytes, advice=_TOO_LARGE),
+                FLAG_BYTES,
+            )
+            memory = HostMemory(self.fd, self.payload_bytes).views.memory
         self.pieces = [
             part.pieces(memory[slot * self._stride : slot * self._stride + part.num_bytes])
             for slot in range(count)
         ]
 
     def offset_bytes(self, slot: int) -> int:
-        return FLAG_BYTES + slot * self._stride
+        return self._first_bytes + slot * self._stride
 
     def close(self) -> None:
         """Close the descriptor. May be called twice."""
@@ -114,7 +130,7 @@ class ResidentShard(Shard):
     def __init__(self, layers: Sequence[int], part: ExpertRange, source: PartSource) -> None:
         super().__init__(layers, ShardSlots(part, len(layers)))
         for layer, pieces in zip(layers, self.slots.pieces, strict=True):
-            source.copy_part(layer, part.first, part.last, pieces)
+            self.slots.fill(partial(source.copy_part, layer, part.first, part.last, pieces))
 
     def take(self, layer: int, timeout_s: float = 0.0) -> int:
         return self._layers.index(layer)
@@ -197,7 +213,10 @@ class WindowedShard(Shard):
             layer, slot = step
             part, error = self._part, None
             try:
-                self._source.copy_part(layer, part.first, part.last, self.slots.pieces[slot])
+                pieces = self.slots.pieces[slot]
+                self.slots.fill(
+                    partial(self._source.copy_part, layer, part.first, part.last, pieces)
+                )
             except Exception as problem:  # noqa: BLE001 - it is raised by every `take`
                 error = f"layer {layer} cannot be read: {problem}"
             with self._changed:

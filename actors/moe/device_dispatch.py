@@ -84,6 +84,14 @@ class DeviceSlice(NamedTuple):
         )
 
 
+def empty_slice(rank: int, experts: int, top_k: int, device: torch.device) -> DeviceSlice:
+    """Return a slice without rows for a rank with that number of experts."""
+    rows_C = torch.empty(0, dtype=torch.int64, device=device)
+    pairs_CM = torch.empty((0, 2 * top_k), dtype=torch.int32, device=device)
+    counts_e = torch.zeros(experts, dtype=torch.int32, device=device)
+    return DeviceSlice(rank, 0, 0, 0, rows_C, pairs_CM, counts_e)
+
+
 def _uploaded(piece: RankSlice, top_k: int, device: torch.device) -> DeviceSlice:
     """Return a slice of the host as one of the device."""
     experts = len(piece.counts_e)
@@ -147,7 +155,8 @@ class DeviceDispatch:
             self._sampled.append(_Sampled(key.owner, self._lane.fetch(ids_TK)))
         tables = self._tables.get(placed)
         if tables is None:
-            tables = self._tables[placed] = placement_tables(placed, ids_TK.device)
+            own_rank = self._counts.own_rank
+            tables = self._tables[placed] = placement_tables(placed, ids_TK.device, own_rank)
         plan = plan_on_device(ids_TK, routed.topk_weights_TK, token_groups, tables)
         self._count(key.layer, plan, placed)
         return [
@@ -193,11 +202,20 @@ class DeviceDispatch:
         self._totals.clear()
 
 
-def placement_tables(placed: LayerSlots, device: torch.device) -> PlacementTables:
-    """Return a placement's tables. Replicas are used in turn (`RoundRobinChooser`)."""
-    replicas = [len(slots) for slots in placed.slots_of_expert]
+def placement_tables(
+    placed: LayerSlots, device: torch.device, own_rank: int | None = None
+) -> PlacementTables:
+    """Return a placement's tables.
+
+    Replicas are used in turn (`RoundRobinChooser`), but own_rank serves all experts that it has.
+    """
+    own = range(*placed.bounds[own_rank]) if own_rank is not None else range(0)
+    slots_of_expert = [
+        [slot for slot in slots if slot in own] or slots for slots in placed.slots_of_expert
+    ]
+    replicas = [len(slots) for slots in slots_of_expert]
     slots_EP = torch.zeros((len(replicas), max(replicas, default=1)), dtype=torch.int32)
-    for expert, slots in enumerate(placed.slots_of_expert):
+    for expert, slots in enumerate(slots_of_expert):
         by_rank = sorted(slots, reverse=True)  # as RoundRobinChooser
         slots_EP[expert, : len(slots)] = torch.tensor(by_rank, dtype=torch.int32)
     lows, highs = torch.tensor(placed.bounds, dtype=torch.int32).T

@@ -281,7 +281,7 @@ class DispatchCounts:
         """own_rank: the rank of this process, if it has experts; its tokens are not copies."""
         self.tokens = self.copies = 0
         self.pairs_R, self._ranks = [0] * ranks, ranks
-        self._own_rank = own_rank
+        self.own_rank = own_rank
         self._layers: dict[int, _LayerPairs] = {}
         self._shown: list[tuple[int, int]] = []  # (layer, expert)
 
@@ -290,7 +290,7 @@ class DispatchCounts:
         self.tokens += tokens
         known = self._pairs_of(layer, placed)
         for piece in slices:
-            if piece.rank != self._own_rank:
+            if piece.rank != self.own_rank:
                 self.copies += piece.num_rows
             self.pairs_R[piece.rank] += len(piece.index_N)
             known.pairs_of_ranks[piece.rank] += piece.counts_e
@@ -316,7 +316,8 @@ class DispatchCounts:
         placed: LayerSlots,
     ) -> None:
         """Count the rows of each rank and the pairs of each slot, of tokens that are counted."""
-        self.copies += int(rows_R.sum())
+        own = 0 if self.own_rank is None else rows_R[self.own_rank]
+        self.copies += int(rows_R.sum() - own)
         known = self._pairs_of(layer, placed)
         for rank, (low, high) in enumerate(placed.bounds):
             self.pairs_R[rank] += int(pairs_S[low:high].sum())
@@ -336,8 +337,8 @@ class DispatchCounts:
         telemetry.read(metrics.TOKEN_COPIES, rank, of=lambda: self.copies)
         telemetry.read(metrics.EXPERT_LOAD, rank, of=self._load())
         telemetry.read_each(metrics.EXPERT_TOKENS, self._most_used)
-        if self._own_rank is not None:
-            telemetry.read(metrics.LOCAL_ACTIVATION, rank, of=self._local(self._own_rank))
+        if self.own_rank is not None:
+            telemetry.read(metrics.LOCAL_ACTIVATION, rank, of=self._local(self.own_rank))
 
     def _load(self) -> Callable[[], float]:
         grown: list[Callable[[], float]] = []

@@ -1,12 +1,13 @@
-"""The GPU channels on a model of the CUDA runtime (simulated; no GPU is used).
+"""The GPU channels and gathers on a model of the CUDA runtime (simulated; no GPU is used).
 
 `--runs 1000000` takes about an hour on two cores. A run is one random interleaving of the real code
-of `nccl` and `ipc`: processes, messages, kernels and transfers at random times.
+of `nccl`, `ipc` and the gather: processes, messages, kernels and transfers at random times.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import time
@@ -18,8 +19,16 @@ from typing import Any
 
 from actors.channels import ipc, nccl
 from benchmarks.harness import Case, Measured, Table, table_of
+from contracts.errors import TandemError
 from tests.support.channel_workload import PIPELINES, Workload, World, overlap
 from tests.support.cuda_model import ModelError, installed
+from tests.support.gather_workload import (
+    HIDDEN,
+    GatherWork,
+    GatherWorld,
+    gather_code,
+    hidden_share,
+)
 from tests.support.planted_device_bugs import device_bugs, found, planted
 
 BACKENDS = {"nccl": nccl, "ipc": ipc}
@@ -29,6 +38,7 @@ CHUNK = 500
 
 
 def measure(options: argparse.Namespace) -> Measured:
+    logging.disable(logging.WARNING)  # lost peers
     with installed():
         symptoms = {bug.name: found(bug, SEEDS) for bug in device_bugs()}
         shares = {
@@ -36,6 +46,7 @@ def measure(options: argparse.Namespace) -> Measured:
             for pipeline, work in PIPELINES.items()
             for name, backend in (*BACKENDS.items(), (BROAD_WAIT, _before()))
         }
+        hidden = {kind: hidden_share(gather_code(), work) for kind, work in HIDDEN.items()}
     failures, runs, wall_s = _interleavings(options.runs, options.first_seed)
     kinds = Counter(bug.kind for bug in device_bugs())
     hits = Counter(bug.kind for bug in device_bugs() if symptoms[bug.name])
@@ -56,6 +67,7 @@ def measure(options: argparse.Namespace) -> Measured:
                 }
                 for name, each in shares.items()
             },
+            "hidden": {kind: {"share": share} for kind, share in hidden.items()},
         },
     )  # fmt: skip
 
@@ -82,6 +94,20 @@ def random_workload(seed: int) -> Workload:
     )
 
 
+def random_gather(seed: int) -> GatherWork:
+    dice = random.Random(seed)
+    return GatherWork(
+        workers=dice.randint(2, 3),
+        layers=dice.randint(2, 4),
+        passes=dice.randint(1, 2),
+        window=dice.choice((None, 1, 2)),
+        compute_us=dice.choice((5.0, 300.0, 6000.0)),
+        width=dice.choice((4, 32)),
+        sync=dice.choice((0.0, 0.3)),
+        dies=dice.random() < 0.25,
+    )
+
+
 def _interleavings(runs: int, first: int) -> tuple[list[str], int, float]:
     cores = sorted(os.sched_getaffinity(0))
     starts = range(first, first + runs, CHUNK)
@@ -99,13 +125,18 @@ def _pin(cores: Sequence[int]) -> None:
 
 
 def _run_chunk(first: int, runs: int) -> list[str]:
-    failures = []
+    failures, gathers = [], gather_code()
+    logging.disable(logging.WARNING)
     with installed():
         for seed in range(first, first + runs):
-            name, backend = tuple(BACKENDS.items())[seed % len(BACKENDS)]
+            name, is_lazy = (*BACKENDS, "gather")[seed % 3], seed % 4 == 0
             try:
-                World(random_workload(seed), backend).run(seed, lazy_loading=seed % 3 == 0)
-            except ModelError as failure:
+                if name == "gather":
+                    GatherWorld(random_gather(seed), gathers).run(seed, lazy_loading=is_lazy)
+                else:
+                    work = random_workload(seed)
+                    World(work, BACKENDS[name]).run(seed, lazy_loading=is_lazy)
+            except (ModelError, TandemError) as failure:
                 failures.append(f"{name}, seed {seed}: {failure}")
     return failures
 
@@ -118,6 +149,11 @@ def tables(summary: dict[str, Any]) -> Sequence[Table]:
             summary["overlap"],
             "Overlap of A2E and E2A with compute (simulated)",
             "code: stages of a layer",
+        ),
+        table_of(
+            summary["hidden"],
+            "Copies of experts between GPUs that compute hides, once it runs (simulated)",
+            "experts",
         ),
     ]
 

@@ -34,7 +34,7 @@ def _prefill(kind: str, cuda: str = "", cpu: str = "tests/oracle/test_prefill_fi
         lambda config: config.groups.prefill_ranks > 0 and config.prefill.experts == kind,
         cpu,
         cuda,
-        "use resident, streamed or cached",
+        "use resident, streamed, cached, gathered, hybrid or all_to_all",
     )
 
 
@@ -50,10 +50,12 @@ def _channel(kind: str, cpu: str, cuda: str) -> Mode:
 
 _GROUP, _STREAMED = "tests/oracle/test_group_fidelity.py", "tests/gpu/test_streamed_cuda.py"
 _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_channels_cuda.py"
+_GATHERED = "tests/unit/actors/gather/test_device_gather.py"
+_PLACED = "tests/oracle/test_placements.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
 MODES = (
     Mode("groups.expert_ranks", lambda config: config.groups.expert_ranks > 0,
-         _GROUP, "tests/oracle/test_placements.py"),
+         _GROUP, _PLACED),
     Mode("experts.slots, experts.bytes (expert ranks)",
          lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
          _GROUP, instead=_INSTEAD),
@@ -65,9 +67,9 @@ MODES = (
     _prefill("resident", _STREAMED),
     _prefill("streamed", _STREAMED),
     _prefill("cached", "tests/gpu/test_cached_cuda.py"),
-    _prefill("gathered"),
-    _prefill("hybrid"),
-    _prefill("all_to_all", cpu="tests/oracle/test_placements.py"),
+    _prefill("gathered", _GATHERED),
+    _prefill("hybrid", _GATHERED),
+    _prefill("all_to_all", _PLACED, _PLACED),
     _prefill("shuffled", cpu="tests/oracle/test_shared_batches.py"),
     _channel("shm", _HOST, ""),
     _channel("tcp", _HOST, ""),
@@ -82,6 +84,16 @@ def refusal(config: TandemConfig, device: str) -> str:
         if not (mode.cuda if device == "cuda" else mode.cpu) and mode.is_set(config):
             return f"{mode.setting}: not with groups.device={device}: {mode.instead}"
     return ""
+
+
+def check_gathers(config: TandemConfig, device: str, backend: str) -> None:
+    """Raise ConfigError if prefill workers on GPUs cannot open each other's memory."""
+    kind, workers = config.prefill.experts, config.groups.prefill_ranks
+    if device == "cuda" and backend != "ipc" and workers > 1 and kind in ("gathered", "hybrid"):
+        raise ConfigError(
+            f"prefill.experts={kind}: on GPUs only within a node, with channel.backend=ipc, not "
+            f"{backend}: use resident, streamed, cached or all_to_all"
+        )
 
 
 def check_device(config: TandemConfig, device: str) -> None:

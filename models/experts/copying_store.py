@@ -188,9 +188,10 @@ class CopyingStore:
             return
         assert self._awaited is not None
         start_s, deadline_s = monotonic_s(), self._awaited[1]
-        is_met = self._changed.wait_for(
-            lambda: ready() or self._closing, max(0.0, min(timeout_s, deadline_s - start_s))
-        )
+        with self._lane.host_wait():
+            is_met = self._changed.wait_for(
+                lambda: ready() or self._closing, max(0.0, min(timeout_s, deadline_s - start_s))
+            )
         self._host_waited_s += monotonic_s() - start_s
         self._check_open(layer)
         if not is_met and start_s + timeout_s >= deadline_s:

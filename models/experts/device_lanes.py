@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +119,9 @@ class InlineLane:
     def wait(self, copied: Mark) -> None:
         pass
 
+    def host_wait(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def has_passed(self, mark: Mark) -> bool:
         return True
 
@@ -217,6 +221,16 @@ class CudaLane:
         compute.wait_event(copied.event)
         started.record(compute)
         self._waits.append((requested, started))
+
+    @contextmanager
+    def host_wait(self) -> Iterator[None]:
+        """Count the time that the device has nothing to compute while the host waits for copies."""
+        compute = torch.cuda.current_stream(self._device)
+        idle_from, idle_until = new_event(timed=True), new_event(timed=True)
+        idle_from.record(compute)
+        yield
+        idle_until.record(compute)
+        self._waits.append((idle_from, idle_until))
 
     def has_passed(self, mark: Mark) -> bool:
         return has_passed(mark.event)

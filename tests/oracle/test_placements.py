@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kernels.device
+from actors.gather import all_to_all
 from actors.moe import remote_backend
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
@@ -67,6 +68,11 @@ def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_p
                 _check(client, local, prompts(number, LENGTHS))
 
 
+def act_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
+    monkeypatch.setattr(ExpertHalf, "steps", None)
+
+
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 @pytest.mark.parametrize(
     ("backend", "extra", "experts", "as_on_a_device"),
@@ -91,10 +97,9 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
     """experts: a section; with slots a rank keeps some of its experts only. as_on_a_device: as with
     GPUs, with CPU tensors; nothing of the host's path may run."""
     if as_on_a_device:
-        monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
         monkeypatch.setattr(remote_backend, "plan_dispatch", None)
         monkeypatch.setattr(remote_backend.RemoteBackend, "layer_decoder", lambda self, kv: None)
-        monkeypatch.setattr(ExpertHalf, "steps", None)
+        act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
     placements = {Group.EXPERT: _placed(spec, extra, 11)}
@@ -106,10 +111,18 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
             _check(client, local, prompts(number, LENGTHS))
 
 
+@pytest.mark.parametrize("as_on_a_device", [False, True])
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+    tiny_checkpoint: Checkpoints,
+    family: str,
+    overrides: dict[str, Any],
+    as_on_a_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if as_on_a_device:
+        monkeypatch.setattr(all_to_all, "plan_dispatch", None)
+        act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
     placements = {Group.PREFILL: _placed(spec, [2, 0, 1], 5)}

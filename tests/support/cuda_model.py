@@ -10,7 +10,8 @@ A run fails with the name of a bug, whatever the timing of this run has been:
 - deadlock: no process and no device can go on;
 - mismatch: counterparts of NCCL that differ in size, direction or number, or a group left open;
 - corrupt: a kernel that reads other bytes than those sent;
-- spin: a NCCL call that waited for its counterpart for longer than `spin_limit_us`;
+- spin: a NCCL call that waited for its counterpart for longer than `spin_limit_us`, or a host that
+  looks at events without sleeping;
 - leak: device memory of a link that stays in use.
 
 All figures that come from it are simulated.
@@ -43,6 +44,9 @@ Order = dict[object, int]  # a vector clock: the last operation of each host and
 Range = tuple[int, int]  # address and bytes
 
 
+MOST_QUERIES = 1000  # of events by hosts, at one time
+
+
 class ModelError(AssertionError):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
@@ -50,7 +54,7 @@ class ModelError(AssertionError):
         model().failure = model().failure or self  # whatever catches it
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Unwinds the thread of a program that cannot go on."""
 
 
@@ -194,6 +198,7 @@ class Event:
         self.op = (stream or model().host.current).add(Operation("record"))
 
     def query(self) -> bool:
+        model().count_query()
         if self.op is not None and self.op.done:
             merge(model().host.order, self.op.order)
         return self.op is None or self.op.done
@@ -524,7 +529,7 @@ class Host:
             if not self.model.stopped:
                 self.default = Stream()
                 self._program(self)
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self.model.failure = self.model.failure or error
@@ -544,7 +549,7 @@ class Host:
         self.model.back.release()
         self.go.acquire()
         if self.model.stopped:
-            raise _Stopped
+            raise Stopped
 
     def tick(self) -> Order:
         self.order[self] = self.order.get(self, 0) + 1
@@ -587,6 +592,7 @@ class CudaModel:
     spin_limit_us = float("inf")
     message_us, host_us = (5.0, 60.0), (1.0, 20.0)
     latency_us, bytes_per_us = 5.0, 100.0
+    _queries, _queried_us = 0, 0.0
 
     def __init__(self, seed: int, **machine: Any) -> None:
         vars(self).update(machine)
@@ -604,6 +610,13 @@ class CudaModel:
         self.back.acquire()
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+
+    def count_query(self) -> None:
+        """Fail if a host looks at events again and again without any time in between."""
+        self._queries = self._queries + 1 if self._queried_us == self.now_us else 0
+        self._queried_us = self.now_us
+        if self._queries > MOST_QUERIES and not self.stopped:
+            raise ModelError("spin", "a host that looks at events without sleeping")
 
     def transfer_us(self, bytes_: int) -> float:
         return self.latency_us + bytes_ / self.bytes_per_us

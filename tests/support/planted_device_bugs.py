@@ -6,13 +6,14 @@ import functools
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from actors.channels import cuda, ipc, nccl
 from tests.support.channel_workload import PIPELINES, Overlap, Workload, World, overlap
 from tests.support.cuda_model import ModelError
+from tests.support.gather_workload import gather_code, gather_symptom
 
 BUGS = Path(__file__).with_name("device_bugs.json")
 REQUIRED_OVERLAP = 0.95  # of the plan's
@@ -20,13 +21,14 @@ _PATCHED = ("device_identity", "require_cupy", "create_memfd", "check_memfd", "m
 
 
 class DeviceBug(msgspec.Struct, frozen=True):
-    """A text of a file that the bug replaces."""
+    """A text of a file that the bug replaces. code: the workload that shows it."""
 
     name: str
     kind: str
     file: str
     old: str
     new: str
+    code: Literal["channels", "gather"] = "channels"
 
 
 class Case(NamedTuple):
@@ -115,6 +117,8 @@ def is_overlapped(shares: Overlap) -> bool:
 
 def found(bug: DeviceBug, seeds: range) -> str:
     """The symptom of a planted bug, or "" if no run shows one."""
+    if bug.code == "gather":
+        return gather_symptom(gather_code(bug.file, bug.old, bug.new), seeds)
     for backend in backends_of(bug):
         if result := symptom(planted(bug, backend), seeds):
             return result

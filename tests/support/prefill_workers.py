@@ -41,9 +41,11 @@ def worker_spec(
     return rank_spec(Group.PREFILL, folder, **fields)
 
 
-def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:
+def layout_of(folder: Path, *, packed: bool = True, device: str = "cpu") -> ExpertLayout:
     """Return the layout in float32."""
-    return ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"), packed=packed)
+    return ExpertLayout(
+        check_checkpoint(folder), torch.float32, torch.device(device), packed=packed
+    )
 
 
 def make_source(
@@ -145,7 +147,8 @@ if __name__ == "__main__":
     spec = worker_spec(
         Path(model_folder), int(rank), int(workers), backend=backend, token=bytes.fromhex(token)
     )
-    source = make_source(spec)
+    device = "cuda:0" if backend == "ipc" else "cpu"
+    source = make_source(spec, layout=layout_of(Path(model_folder), device=device))
     sys.stdout.write(source.listen("127.0.0.1") + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -24,6 +24,14 @@ from tests.support.cuda_model import (
     model,
     range_of,
 )
+from tests.support.gather_workload import (
+    HIDDEN,
+    REQUIRED_HIDDEN,
+    GatherWork,
+    GatherWorld,
+    gather_code,
+    hidden_share,
+)
 from tests.support.planted_device_bugs import device_bugs, found, is_overlapped
 
 BACKENDS = (nccl, ipc)
@@ -153,6 +161,33 @@ def test_any_schedule_ends_without_a_race_a_deadlock_or_a_leak(
 ) -> None:
     run = World(work, backend).run(seed, lazy_loading=lazy_loading)
     assert all(host.done for host in run.hosts.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    work=st.builds(
+        GatherWork,
+        workers=st.integers(1, 4),
+        layers=st.integers(2, 4),
+        passes=st.integers(1, 3),
+        window=st.sampled_from((None, 1, 2)),
+        compute_us=st.sampled_from((5.0, 300.0, 6000.0)),
+        width=st.sampled_from((4, 32, 100)),
+        sync=st.sampled_from((0.0, 0.3)),
+    ),
+    dies=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_gather_ends_with_its_experts_and_without_a_race(
+    work: GatherWork, dies: bool, seed: int
+) -> None:
+    dies = dies and work.workers > 1
+    GatherWorld(work._replace(dies=dies), gather_code()).run(seed)
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_gathered_experts_are_copied_behind_compute(kind: str) -> None:
+    assert hidden_share(gather_code(), HIDDEN[kind]) >= REQUIRED_HIDDEN
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

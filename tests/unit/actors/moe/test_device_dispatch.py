@@ -194,3 +194,17 @@ def test_counts_and_samples_follow_without_a_wait() -> None:
     for name in ("tokens", "copies", "pairs_R"):
         assert getattr(counts, name) == getattr(expected, name), name
     assert counts._most_used() == expected._most_used()
+
+
+@given(cases)
+def test_own_rank_serves_all_experts_that_it_has(case: Case) -> None:
+    clock, counts = ManualClock(10.0), DispatchCounts(len(case.placed.bounds), own_rank=0)
+    dispatch = DeviceDispatch(CPU, counts, None, clock)
+    clock.advance(1.0)
+    others = case.on_device(dispatch)
+    dispatch.poll()
+    low, high = case.placed.bounds[0]
+    own = set(case.placed.expert_of_slot[low:high])
+    assert counts.pairs_R[0] == sum(int(expert) in own for expert in case.ids_TK.flatten())
+    sent = [p.on_host() for p in others if p.rank and p.counts_e.any()]
+    assert counts.copies == sum(piece.num_rows for piece in sent)

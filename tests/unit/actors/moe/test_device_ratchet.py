@@ -19,6 +19,7 @@ from actors.batching.finisher import TokenSampler
 from actors.batching.sequence import Sequence
 from actors.channels.base import Header, Packet, PacketKind, TensorSpec
 from actors.channels.link import Reservation, lay_out
+from actors.gather.all_to_all import AllToAll
 from actors.moe.backend import TaskKey
 from actors.moe.expert_server import merge
 from actors.moe.rank_experts import ResidentExperts
@@ -109,6 +110,38 @@ def test_layer_reads_nothing_on_the_host(
     found = [each.launches for each in counts]
     assert all(one <= most for one, most in zip(found, allowed, strict=True)), (found, allowed)
     assert [each.host_reads + each.copies for each in counts] == [0, 0, 0]
+
+
+# Launches of a layer with rows and without, of one worker of two, with torch's operations.
+@pytest.mark.parametrize(("tokens", "bound"), [(4096, 74), (0, 14)])
+def test_layer_of_all_to_all_reads_nothing_on_the_host(tokens: int, bound: int) -> None:
+    endpoint, workers = channel(), ["prefill-0", "prefill-1"]
+    endpoint.name, endpoint.peers, answered = workers[0], lambda: workers[1:], 0
+    placement = contiguous(EXPERTS, 2, num_layers=1, moe_layers=[0])
+    shapes = (EXPERTS // 2, 2 * F, D), (EXPERTS // 2, D, F)
+    gate_up, down = (linears(torch.empty(shape, **BF16)) for shape in shapes)
+    spec: Any = SimpleNamespace(top_k=TOP_K)
+    half = ExpertHalf(spec, {0: range(EXPERTS // 2)}, {0: ExpertLayer(gate_up, down)})
+
+    def poll(timeout_s: float) -> list[Packet]:
+        """The other worker does what this one did."""
+        nonlocal answered
+        new, answered = endpoint.sent[answered:], len(endpoint.sent)
+        return [Packet(workers[1], header, tensors, 0.0, None) for _, header, tensors in new]
+
+    endpoint.poll = poll
+    group = AllToAll(endpoint, workers, half, placement, Timeline(99), lambda: 0.0)
+    x_TD = torch.empty(tokens, D, **BF16)
+    ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
+    routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))
+    group.sums(0, routed)  # copies the placement once
+    with DeviceCounts() as counts:
+        if tokens:
+            assert group.sums(0, routed).shape == x_TD.shape
+        else:
+            group.participate(0, x_TD)
+    assert (counts.host_reads, counts.copies) == (0, 0)
+    assert counts.launches <= bound
 
 
 SCATTERED = [SequenceSlice([1], 999, [n, *range(100 * n + 100, 100 * n + 162)]) for n in range(32)]

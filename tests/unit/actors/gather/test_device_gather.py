@@ -1,0 +1,172 @@
+"""Experts gathered between GPUs: real threads and sockets, with memory of the CUDA model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.channels import cuda
+from actors.channels.local_process import LocalProcess
+from actors.gather import device_segment
+from actors.gather.peer_source import PeerSource
+from contracts.errors import ChannelError, HandshakeError
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_store import ExpertBuffer
+from models.weights.checkpoint import check_checkpoint
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.cuda_model import CUPY, FreeModel, Runtime, installed
+from tests.support.gather_workload import GpuLayout
+from tests.support.group_harness import group_config
+from tests.support.prefill_workers import (
+    assert_layer,
+    join_all,
+    layout_of,
+    make_source,
+    worker_spec,
+)
+from tests.support.tiny_models import Checkpoints
+
+LAYERS = {"num_hidden_layers": 4}
+
+
+@pytest.fixture(autouse=True)
+def free_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreeModel]:
+    monkeypatch.setattr(device_segment, "require_cupy", lambda backend: CUPY)
+    with installed():
+        yield FreeModel()
+
+
+def gathering(
+    folder: Path, workers: int, window: int | None = None, **settings: float
+) -> list[PeerSource]:
+    config = group_config(prefill={"experts": "gathered"}, channel=settings)
+    specs = [
+        worker_spec(folder, rank, workers, backend="ipc", config=config) for rank in range(workers)
+    ]
+    layout = GpuLayout(check_checkpoint(folder))
+    sources = [make_source(spec, window=window, layout=layout) for spec in specs]
+    join_all(sources)
+    return sources
+
+
+def check_copy(folder: Path, source: PeerSource, layer: int) -> None:
+    buffer = ExpertBuffer(GpuLayout(check_checkpoint(folder)))
+    for piece in buffer.pieces:
+        piece.fill_(torch.nan)
+    source.copy(layer, buffer)
+    assert_layer(folder, buffer, layer, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "window"), [("qwen3_moe", None), ("qwen3_moe", 1), ("gpt_oss", 2)]
+)
+def test_workers_copy_from_each_others_memory(
+    tiny_checkpoint: Checkpoints, family: str, window: int | None
+) -> None:
+    folder = tiny_checkpoint(family, **LAYERS)
+    layers = check_checkpoint(folder).moe_layers[1:]
+    sources = gathering(folder, 3, window)
+    for step in range(2 * len(layers)):
+        for shift, source in enumerate(sources):
+            check_copy(folder, source, layers[(step + shift) % len(layers)])
+    assert [source.fallbacks for source in sources] == [0, 0, 0]
+    assert sum(source.bytes_moved()[0] for source in sources) == sum(
+        source.bytes_moved()[1] for source in sources
+    )
+    for source in sources:
+        source.close()
+
+
+def test_store_over_peers_gives_each_layer_whole(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    layout = GpuLayout(check_checkpoint(folder))
+    source, other = gathering(folder, 2)
+    resident = {0: ExpertBuffer(layout).layer}
+    store = CopyingStore(source, resident, layout, deadline_s=20.0)
+    for _ in range(3):
+        for layer in layout.spec.moe_layers[1:]:
+            store.fetch(layer)
+            assert store._held is not None
+            assert_layer(folder, store._held[1].buffer, layer, packed=False)
+    assert store.waited_s >= 0.0
+    source.abort()
+    store.close()
+    other.close()
+
+
+def test_part_copied_from_a_process_that_is_ending_comes_from_the_fallback(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    sources = gathering(folder, 2)
+    monkeypatch.setattr(LocalProcess, "is_ending", True)
+    check_copy(folder, sources[0], 1)
+    assert "prefill-1 closed its connection" in sources[0].lost["prefill-1"]
+    assert sources[0].fallbacks == 1
+    for source in sources:
+        source.close()
+
+
+def test_memory_that_cannot_be_opened_comes_from_the_fallback(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(runtime: Runtime, handle: bytes) -> int:
+        raise RuntimeError("cudaErrorMapBufferObjectFailed")
+
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    sources = gathering(folder, 2)
+    monkeypatch.setattr(Runtime, "ipcOpenMemHandle", refuses)
+    check_copy(folder, sources[0], 1)
+    assert "cudaErrorMapBufferObjectFailed" in sources[0].lost["prefill-1"]
+    assert sources[0].fallbacks == 1
+    for source in sources:
+        source.close()
+
+
+def test_copy_that_does_not_end_loses_its_peer_and_then_names_the_layer(
+    tiny_checkpoint: Checkpoints, free_model: FreeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    sources = gathering(
+        folder, 2, heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1, connect_timeout_s=0.6
+    )
+    closed: list[int] = []
+    monkeypatch.setattr(
+        Runtime, "ipcCloseMemHandle", lambda runtime, pointer: closed.append(pointer)
+    )
+    buffer = ExpertBuffer(GpuLayout(check_checkpoint(folder)))
+    check_copy(folder, sources[0], 1)
+    waits = iter([lambda *_: None])  # the buffer is free
+
+    def wait(*given: object) -> None:
+        next(waits, cuda.wait_for_stream)(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("actors.gather.peer_source.wait_for_stream", wait)
+    free_model.held = True
+    with pytest.raises(
+        ChannelError, match=r"experts of layer 2: the GPU has not completed it in 0\.6"
+    ):
+        sources[0].copy(2, buffer)
+    assert "copy from the GPU of prefill-1 has not ended in 0.3 s" in sources[0].lost["prefill-1"]
+    gc.collect()
+    assert not closed, "memory is open while it may be read"
+    free_model.end_held()
+    for source in sources:
+        source.close()
+
+
+def test_worker_on_a_cpu_is_refused(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    spec = worker_spec(folder, 0, 2, backend="ipc")
+    on_gpu = make_source(spec, layout=GpuLayout(check_checkpoint(folder)))
+    spec = worker_spec(folder, 1, 2, backend="shm")
+    on_cpu = make_source(spec, layout=layout_of(folder, packed=False))
+    address = on_gpu.listen("127.0.0.1")
+    with pytest.raises(HandshakeError, match="computes on a GPU, the other does not"):
+        on_cpu.connect({"prefill-0": address})
+    for source in (on_gpu, on_cpu):
+        source.close()
