@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from contracts.errors import CheckpointError
-from kernels.attention import plan_attention
+from kernels.attention import AttentionPlan, plan_attention, plan_on_device
 from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
+from kernels.pages import Seen, split_keys
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
     CompiledDecode,
@@ -148,6 +149,7 @@ class AttentionHalf:
             loader.finish_layer()
         self._inv_freq, self._rope_factor = _angles(spec, device)
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
+        self._split_keys = _split_keys(spec, dtype)
 
     @staticmethod
     def load(
@@ -188,23 +190,11 @@ class AttentionHalf:
         if batch.metadata is None:
             positions_T, factor = batch.positions_T, self._rope_factor
             cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
-            plain = self.spec.latent is None and not self.spec.family.sinks
             sequences: Sequence[SequenceRows] = batch.sequences
             sparse = None
             if self.spec.indexer is not None:
                 sequences, sparse = split_at(batch.sequences, self.spec.indexer.top_k)
-            plans = {
-                window: plan_attention(
-                    self._seen(sequences, window),
-                    window=None if self.spec.family.windows == "chunks" else window,
-                    dtype=self.dtype,
-                    device=self.device,
-                    group=0 if self.spec.latent else self.spec.num_heads // self.spec.num_kv_heads,
-                    short_together=plain,
-                    packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
-                )
-                for window in self._windows
-            }
+            plans = {window: self._plan(batch, sequences, window) for window in self._windows}
             some = self.spec.unrotated
             unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
             scale_T11 = self._query_scale(positions_T)
@@ -212,13 +202,25 @@ class AttentionHalf:
             batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, *others)
         return batch.metadata
 
-    def _seen(
-        self, sequences: Sequence[SequenceRows], window: int | None
-    ) -> Sequence[SequenceRows]:
-        """Return the sequences, cut into chunks that see only themselves if windows are chunks."""
-        if window is None or self.spec.family.windows != "chunks":
-            return sequences
-        return [part for seq in sequences for part in seq.chunks(window)]
+    def _plan(
+        self, batch: AttentionBatch, sequences: Sequence[SequenceRows], window: int | None
+    ) -> AttentionPlan:
+        spec, chunked = self.spec, window is not None and self.spec.family.windows == "chunks"
+        group = spec.num_heads // (1 if spec.latent else spec.num_kv_heads)
+        if batch.pages is not None:
+            plain = spec.latent is None and not spec.family.sinks
+            return plan_on_device(
+                sequences,
+                batch.pages,
+                Seen(window or 0, chunked, self._split_keys),
+                self.device,
+                group=group,
+                packed=plain and supports_packed(self.dtype, self.device, spec.head_dim),
+                expands=spec.latent is not None,
+            )
+        if chunked and window is not None:
+            sequences, window = [part for seq in sequences for part in seq.chunks(window)], None
+        return plan_attention(sequences, window=window, group=0 if spec.latent else group)
 
     def _query_scale(self, positions_T: Tensor) -> Tensor | None:
         """Return the factor of queries of layers without rope, [T, 1, 1]."""
@@ -401,6 +403,14 @@ class AttentionHalf:
             D, eps = spec.hidden_size, spec.rms_norm_eps
             return functional.layer_norm(x, (D,), weight_D[:D], weight_D[D:], eps)
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
+
+
+def _split_keys(spec: ModelSpec, dtype: torch.dtype) -> int:
+    if spec.latent is None:
+        entry, value = 2 * spec.num_kv_heads * spec.head_dim, spec.head_dim
+    else:
+        entry, value = spec.latent.entry_dim, spec.latent.kv_rank
+    return split_keys(entry * dtype.itemsize, spec.num_heads * value)
 
 
 def _angles(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:
