@@ -111,8 +111,8 @@ def plan_paged(
     first = min(seq.first for _, seq in sequences)
     queries = _QUERIES if group <= TILE_HEADS else _QUERIES // 2
     tile_rows = queries // min(TILE_HEADS, next_power_of_2(group))
-    decode = _tiles([each for each in sequences if each[1].count == 1], 1, first, seen)
-    prompt = _tiles([each for each in sequences if each[1].count > 1], tile_rows, first, seen)
+    decode = tiles_of([each for each in sequences if each[1].count == 1], 1, first, seen)
+    prompt = tiles_of([each for each in sequences if each[1].count > 1], tile_rows, first, seen)
     kinds = [(1, *decode), (tile_rows, *prompt)]
     kinds = [each for each in kinds if len(each[1])]
     uploaded = upload([tiles for _, tiles, *_ in kinds], device)
@@ -123,7 +123,7 @@ def plan_paged(
     return PagedPlan(parts, first, max(seq.first + seq.count for _, seq in sequences))
 
 
-def _tiles(
+def tiles_of(
     sequences: Sequence[tuple[int, SequenceRows]], rows: int, before: int, seen: Seen
 ) -> tuple[NDArray[np.int32], int, int]:
     """Return tiles of at most `rows` rows, the splits of the longest, and those of all."""

@@ -51,7 +51,12 @@ def _channel(kind: str, cpu: str, cuda: str) -> Mode:
 _GROUP, _STREAMED = "tests/oracle/test_group_fidelity.py", "tests/gpu/test_streamed_cuda.py"
 _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_channels_cuda.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
+_GRAPHS = "tests/oracle/test_decode_graphs.py"
 MODES = (
+    Mode("attention over pages", lambda config: True,
+         "tests/unit/kernels/test_compiled.py", "tests/unit/kernels/interpreted_triton.py"),
+    Mode("schedule.cuda_graphs=true", lambda config: bool(config.schedule.cuda_graphs),
+         cuda=_GRAPHS, instead="leave it out"),
     Mode("groups.expert_ranks", lambda config: config.groups.expert_ranks > 0,
          _GROUP, "tests/oracle/test_placements.py"),
     Mode("experts.slots, experts.bytes (expert ranks)",

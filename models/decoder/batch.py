@@ -87,13 +87,21 @@ class AttentionMetadata:
         return 0 if has_rope or scale_T11 is None else scale_T11.data_ptr()
 
 
+class HostRows(NamedTuple):
+    """Numbers of a batch on a device: positions and slots of rows, block tables [B, W]."""
+
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    tables_BW: NDArray[np.int32]
+
+
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
     """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
     `metadata` is set by the half that runs the batch, and `unjoined` between layers if the MLP's
     output is normed: the residual to which that is still to be added, and its norm. states: of each
-    sequence. pages: block tables of the sequences, on a device.
+    sequence. pages: block tables of the sequences, on a device. host: its numbers, there.
     """
 
     token_ids_T: Tensor
@@ -106,6 +114,7 @@ class AttentionBatch:
     states: tuple[StateRun | None, ...] = ()
     selection: tuple[NDArray[np.int64], Tensor] | None = None
     pages: Pages | None = None
+    host: HostRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +160,7 @@ class AttentionBatch:
             np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots),
             *_slot_copies(slices, block_tokens), _block_tables(slices if pages else ()),
         ]  # fmt: skip
+        host = HostRows(arrays[1], arrays[2], arrays[-1].view(np.int32)) if pages else None
         token_ids_T, positions_T, slots_T, from_C, to_C, tables = upload(arrays, device)
         return AttentionBatch(
             token_ids_T,
@@ -160,6 +170,7 @@ class AttentionBatch:
             SlotCopies(from_C, to_C) if len(from_C) else None,
             states=tuple(piece.state for piece in slices),
             pages=Pages(tables.view(torch.int32), block_tokens) if pages else None,
+            host=host,
         )
 
 

@@ -149,7 +149,11 @@ class AttentionHalf:
             loader.finish_layer()
         self._inv_freq, self._rope_factor = _angles(spec, device)
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
-        self._split_keys = _split_keys(spec, dtype)
+        keys, chunked = _split_keys(spec, dtype), spec.family.windows == "chunks"
+        self.seen_keys = {
+            window: Seen(window or 0, chunked and window is not None, keys)
+            for window in self._windows
+        }
 
     @staticmethod
     def load(
@@ -205,20 +209,20 @@ class AttentionHalf:
     def _plan(
         self, batch: AttentionBatch, sequences: Sequence[SequenceRows], window: int | None
     ) -> AttentionPlan:
-        spec, chunked = self.spec, window is not None and self.spec.family.windows == "chunks"
+        spec, seen = self.spec, self.seen_keys[window]
         group = spec.num_heads // (1 if spec.latent else spec.num_kv_heads)
         if batch.pages is not None:
             plain = spec.latent is None and not spec.family.sinks
             return plan_on_device(
                 sequences,
                 batch.pages,
-                Seen(window or 0, chunked, self._split_keys),
+                seen,
                 self.device,
                 group=group,
                 packed=plain and supports_packed(self.dtype, self.device, spec.head_dim),
                 expands=spec.latent is not None,
             )
-        if chunked and window is not None:
+        if seen.chunked and window is not None:
             sequences, window = [part for seq in sequences for part in seq.chunks(window)], None
         return plan_attention(sequences, window=window, group=0 if spec.latent else group)
 
@@ -346,6 +350,11 @@ class AttentionHalf:
             hidden_TD[tile].add_(weights.mlp(x_TD[tile]))
             yield
         return AttentionOutput(hidden_TD, None)
+
+    @property
+    def joins_later(self) -> bool:
+        """True if a layer's experts are added to the residual at the start of the next one."""
+        return any(layer.mlp_out_norm is not None for layer in self._layers)
 
     def decode_table(self) -> NDArray[np.int64] | None:
         """Return the fields of `attend_layer` of each layer, [L, LAYER_FIELDS].

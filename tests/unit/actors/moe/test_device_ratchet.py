@@ -8,6 +8,8 @@ packets on an expert rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ from kernels.linear import linears
 from kernels.steps import run_to_end
 from models.decoder.attention import KvPool, kv_entry_shapes
 from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_loading import ExpertLayer
@@ -149,6 +152,35 @@ def test_attention_of_a_batch_reads_nothing_on_the_host(
     entries = sum(math.prod(shape) for shape in kv_entry_shapes(spec, spec.moe_layers[-1]))
     context_bytes = 32 * context * entries * 2
     assert max(each.largest for each in (building, preparing, layer)) <= context_bytes / 8
+
+
+def test_a_captured_layer_is_six_launches_and_a_replay(tiny_checkpoint: Checkpoints) -> None:
+    """Copies of the residual and of the results. A batch's numbers are copied once."""
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    half = AttentionHalf.load(Checkpoint(folder), spec, **BF16)
+    kv, replays = KvPool(spec, 8192, 16, **BF16), list[int]()
+    counts = [DeviceCounts() for _ in range(spec.num_layers)]
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: replays.append(1)
+
+    kernels, recorder = LaunchedKernels(), SimpleNamespace(record=record)
+    with patch.object(paged_attention, "attention_kernels", lambda x: kernels):
+        graphs = DecodeGraphs(half, kv, recorder)
+        for again in range(2):
+            batch = AttentionBatch.build(scattered(1000, 999), block_tokens=16, device="meta")
+            half.prepare(batch)
+            hidden_TD = half.embed(batch)
+            for layer in range(spec.num_layers):
+                with counts[layer] if again else nullcontext():
+                    graphs.attend(layer, hidden_TD, batch)
+    assert len(replays) == 2 * spec.num_layers
+    assert [(each.copies, each.host_reads) for each in counts] == [(1, 0)] + [(0, 0)] * (
+        spec.num_layers - 1
+    )
+    assert [each.launches for each in counts] == [8, *[5] * (spec.num_layers - 1)]
 
 
 def test_sampling_reads_once_for_a_batch() -> None:
