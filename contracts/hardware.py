@@ -31,7 +31,7 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     linear_ms_per_flop     work per token (projections, router)
     attended_ms_per_flop   work per (query, key) pair within the mask
     context_ms_per_byte    keys and values read from the pool
-    prompt_call_ms         per tile of 128 prompt rows, or per group of short prompts
+    prompt_call_ms         per chunk of a prompt
     decode_call_ms         per group of decoding sequences
     packet_ms              per expert rank beyond the first
     copied_ms_per_byte     per copy of a row beyond the first

@@ -1,9 +1,9 @@
 """Causal attention over a ragged batch with keys and values in a paged pool.
 
-A plan is made once per micro-batch and window, and used at every layer. On the CPU a compiled call
-attends to keys and values in place (kernels/attention_ops.py). Elsewhere sequences with one new
-token (decode) are padded to groups of similar context, short ones are padded to groups too
-(kernels/packed_attention.py), and all others are attended one by one.
+A plan is made once per micro-batch and window, and used at every layer. Keys and values are read in
+place: on the CPU by a compiled call (kernels/attention_ops.py), on a device by kernels over block
+tables (kernels/paged_attention.py). There prompts without earlier context are one call of torch's
+flash attention (kernels/packed_attention.py).
 
 Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots. KV
 heads are never repeated in memory: R query heads share one through a stride-0 view.
@@ -21,25 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_ops import attend
-from kernels.device import upload
-from kernels.packed_attention import (
-    Keys,
-    PackedPart,
-    SequenceRows,
-    ShortPart,
-    attend_packed,
-    attend_short,
-    packed_part,
-    padded_slots,
-    short_part,
-    split_short,
-    take,
-)
-from kernels.row_ops import COMPILED_DTYPES
-from kernels.sinks import attend_with_sinks
+from kernels.packed_attention import Keys, PackedPart, SequenceRows, attend_packed, packed_part
+from kernels.paged_attention import attend_paged
+from kernels.pages import PagedPlan, Pages, Seen, plan_paged
 from kernels.steps import Steps
 from kernels.thread_pool import shared_pool
 
+_CPU = torch.device("cpu")
 _TILE_ROWS = 128  # smaller tiles skip more but need more calls
 
 
@@ -126,24 +114,11 @@ def tile_steps(
     tiles: tuple[Tile, ...],
     out_TGRd: Tensor,
     scale: float,
-    sinks_GR: Tensor | None = None,
 ) -> Steps[None]:
-    """Write one sequence's attention of [T, G, R, d] to out_TGRd."""
-    if sinks_GR is not None:
-        yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
-    else:
-        yield from _fused(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
+    """Write one sequence's attention of [T, G, R, d] to out_TGRd.
 
-
-def _fused(
-    q_TGRd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    tiles: tuple[Tile, ...],
-    out_TGRd: Tensor,
-    scale: float,
-) -> Steps[None]:
-    """Put KV heads into the batch dim, and the R queries of each into the head dim."""
+    KV heads are in the batch dim, the R queries of each in the head dim.
+    """
     R = q_TGRd.shape[2]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
     out_GRTd = out_TGRd.permute(1, 2, 0, 3)
@@ -162,36 +137,8 @@ def _fused(
         yield
 
 
-def _with_sinks(
-    q_TGRd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    tiles: tuple[Tile, ...],
-    out_TGRd: Tensor,
-    scale: float,
-    sinks_GR: Tensor,
-) -> Steps[None]:
-    q_GRTd = q_TGRd.permute(1, 2, 0, 3)
-    k_GSd, v_GSd = k_SGd.transpose(0, 1), v_SGd.transpose(0, 1)
-    for tile in tiles:
-        rows, keys = tile.rows, tile.keys
-        attended_GRTd = attend_with_sinks(
-            q_GRTd[:, :, rows],
-            k_GSd[:, keys],
-            v_GSd[:, keys],
-            sinks_GR,
-            mask=tile.mask,
-            causal=tile.causal,
-            scale=scale,
-        )
-        out_TGRd[rows] = attended_GRTd.permute(2, 0, 1, 3)
-        yield
-
-
 _STEP_SCORES = 1 << 14  # of a head between two yields: a millisecond or more
 _ENTRY_QUERIES = 256  # of a KV head: rows times query heads
-_MIN_FILL = 0.75  # smallest fraction of a decode group that is not padding
-_GROUP_SLOTS = 4096  # bound of a group's gathered keys, for the cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,16 +149,6 @@ class PrefillPart:
     count: int
     keys: Keys | None
     tiles: tuple[Tile, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodePart:
-    """Rows rows_B with `width` slots each; mask [B, 1, 1, width] hides the padding."""
-
-    rows_B: Tensor
-    keys: Keys
-    width: int
-    mask: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,43 +167,72 @@ class CompiledRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    prefill: tuple[PrefillPart, ...]
-    decode: tuple[DecodePart, ...]
-    rows: CompiledRows | None = None  # on the CPU, in place of `decode` and, if `plain`, `prefill`
-    short: tuple[ShortPart, ...] = ()
-    packed: PackedPart | None = None  # then all other parts are empty
+    """rows: on the CPU. packed: on a device, then the only part. paged: on a device."""
+
+    prefill: tuple[PrefillPart, ...] = ()
+    rows: CompiledRows | None = None
+    packed: PackedPart | None = None
+    paged: PagedPlan | None = None
 
 
 def plan_attention(
     sequences: Sequence[SequenceRows],
     *,
     window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
     group: int = 0,
-    short_together: bool = False,
-    packed: bool = False,
 ) -> AttentionPlan:
-    """Plan the attention of a batch.
+    """Plan the attention of a batch on the CPU.
 
-    window W: position p sees p-W+1 .. p; None: all positions up to p. dtype: of the queries. group:
-    query heads of a KV head, 0 with latents. short_together: pad short sequences to groups (not
-    with sinks or latents). packed: one call for all sequences (not with sinks); requires
-    `supports_packed`.
+    window W: position p sees p-W+1 .. p; None: all positions up to p. group: query heads of a KV
+    head, 0 with latents.
     """
-    is_compiled = device.type == "cpu" and dtype in COMPILED_DTYPES
-    if is_compiled and group:
-        return AttentionPlan((), (), compiled_rows(sequences, window, group))
-    if packed:
-        return AttentionPlan((), (), packed=packed_part(sequences, window, device))
-    groups, others = split_short(sequences, window) if short_together else ([], sequences)
-    cut = [
-        (seq, tile_bounds(seq.start, seq.count, window, whole=device.type != "cpu"))
-        for seq in others
-        if seq.count > 1
-    ]
+    if group:
+        return AttentionPlan(rows=compiled_rows(sequences, window, group))
+    prompts = [seq for seq in sequences if seq.count > 1]
+    singles = [seq for seq in sequences if seq.count == 1]
+    rows = compiled_rows(singles, window, _ENTRY_QUERIES) if singles else None
+    return AttentionPlan(prefill_parts(prompts, window, _CPU, whole=False), rows)
+
+
+def plan_on_device(
+    sequences: Sequence[SequenceRows],
+    pages: Pages,
+    seen: Seen,
+    device: torch.device,
+    *,
+    group: int,
+    packed: bool,
+    expands: bool,
+) -> AttentionPlan:
+    """Plan the attention of a batch on a device.
+
+    group: query heads of a KV head. packed: one call for prompts without earlier context, if the
+    batch has nothing else (not with sinks); requires `supports_packed`. expands: such prompts are
+    attended one by one, over keys and values of their own rows (with latents).
+    """
+    numbered = [(table, seq) for table, seq in enumerate(sequences) if seq.count]
+    window = seen.window or None
+    longest = max(seq.count for _, seq in numbered)
+    packed = packed and not any(seq.start for _, seq in numbered)
+    if packed and (not seen.chunked or longest <= seen.window):
+        return AttentionPlan(packed=packed_part(sequences, window, device))
+    fresh, others = list[SequenceRows](), list[tuple[int, SequenceRows]]()
+    for table, seq in numbered:
+        if expands and seq.start == 0 and seq.count > 1:
+            fresh.append(seq)
+        else:
+            others.append((table, seq))
+    paged = plan_paged(others, pages, seen, group, device) if others else None
+    return AttentionPlan(prefill_parts(fresh, window, device, whole=True), paged=paged)
+
+
+def prefill_parts(
+    sequences: Sequence[SequenceRows], window: int | None, device: torch.device, *, whole: bool
+) -> tuple[PrefillPart, ...]:
+    """Return a part for each sequence. whole: as of `tile_bounds`."""
+    cut = [(seq, tile_bounds(seq.start, seq.count, window, whole=whole)) for seq in sequences]
     masks = Masks([tile for _, tiles in cut for tile in tiles], window, device)
-    prefill = tuple(
+    return tuple(
         PrefillPart(
             seq.first,
             seq.count,
@@ -275,14 +241,6 @@ def plan_attention(
         )
         for seq, tiles in cut
     )
-    singles = [seq for seq in sequences if seq.count == 1]
-    short = tuple(short_part(group, dtype, device) for group in groups)
-    if singles and is_compiled:
-        return AttentionPlan(prefill, (), compiled_rows(singles, window, _ENTRY_QUERIES), short)
-    decode = tuple(
-        _decode_part(group, window, dtype, device) for group in _decode_groups(singles, window)
-    )
-    return AttentionPlan(prefill, decode, None, short)
 
 
 def attention_steps(
@@ -296,38 +254,23 @@ def attention_steps(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Steps[Tensor]:
-    """Return [T, H, dim of a value]; a step is a tile, or a group of short sequences.
+    """Return [T, H, dim of a value], by entries of a compiled call or in one step.
 
     The new k and v must already be in the pool. sinks_H: a score per head that counts in the
     softmax without a value.
     """
     if plan.packed is not None:
-        return attend_packed(q_THd, k_TGd, v_TGd, k_pool_PGd, v_pool_PGd, plan.packed, scale)
-    (T, H, d), (G, v) = q_THd.shape, v_TGd.shape[1:]
-    out_THd = torch.empty(T, H, v, dtype=q_THd.dtype, device=q_THd.device)
-    q_TGRd = q_THd.view(T, G, H // G, d)
-    out_TGRd = out_THd.view(T, G, H // G, v)
-    sinks_GR = None if sinks_H is None else sinks_H.view(G, H // G)
-    for part in plan.prefill:
-        rows = slice(part.first, part.first + part.count)
-        k_SGd = k_TGd[rows] if part.keys is None else take(k_pool_PGd, part.keys)
-        v_SGd = v_TGd[rows] if part.keys is None else take(v_pool_PGd, part.keys)
-        q, out = q_TGRd[rows], out_TGRd[rows]
-        yield from tile_steps(q, k_SGd, v_SGd, part.tiles, out, scale, sinks_GR)
-    for short in plan.short:
-        attend_short(q_TGRd, k_pool_PGd, v_pool_PGd, short, out_TGRd, scale)
-        yield
-    for group in plan.decode:
-        B = group.rows_B.shape[0]
-        q_BGRd = q_TGRd.index_select(0, group.rows_B)
-        k_BGSd = take(k_pool_PGd, group.keys).view(B, group.width, G, d).transpose(1, 2)
-        v_BGSd = take(v_pool_PGd, group.keys).view(B, group.width, G, v).transpose(1, 2)
-        attended = _decode(q_BGRd, k_BGSd, v_BGSd, group.mask, scale, sinks_GR)
-        out_TGRd.index_copy_(0, group.rows_B, attended)
+        return attend_packed(q_THd, k_TGd, v_TGd, plan.packed, scale)
+    (T, H, _), v = q_THd.shape, v_TGd.shape[2]
+    out_THv = torch.empty(T, H, v, dtype=q_THd.dtype, device=q_THd.device)
+    if plan.paged is not None:
+        rows, pools = slice(plan.paged.first, plan.paged.last), (k_pool_PGd, v_pool_PGd)
+        for part in plan.paged.parts:
+            attend_paged(q_THd[rows], *pools, part, out_THv[rows], scale, sinks_H)
         yield
     if plan.rows is not None:
-        yield from row_steps(q_THd, k_pool_PGd, v_pool_PGd, plan.rows, out_THd, scale, sinks_H)
-    return out_THd
+        yield from row_steps(q_THd, k_pool_PGd, v_pool_PGd, plan.rows, out_THv, scale, sinks_H)
+    return out_THv
 
 
 def row_steps(
@@ -365,25 +308,6 @@ def row_steps(
             0 if sinks_H is None else sinks_H.data_ptr(),
         )
         yield
-
-
-def _decode(
-    q_BGRd: Tensor,
-    k_BGSd: Tensor,
-    v_BGSd: Tensor,
-    mask_B11S: Tensor | None,
-    scale: float,
-    sinks_GR: Tensor | None,
-) -> Tensor:
-    if sinks_GR is None:
-        return functional.scaled_dot_product_attention(
-            q_BGRd, k_BGSd, v_BGSd, attn_mask=mask_B11S, scale=scale
-        )
-    mask = None if mask_B11S is None else mask_B11S.unsqueeze(1)
-    q_BGR1d = q_BGRd.unsqueeze(3)
-    return attend_with_sinks(
-        q_BGR1d, k_BGSd, v_BGSd, sinks_GR, mask=mask, causal=False, scale=scale
-    ).squeeze(3)
 
 
 def compiled_rows(
@@ -425,44 +349,3 @@ def _pieces(seq: SequenceRows, window: int | None, group: int) -> Iterator[tuple
 
 def _width(context: int, window: int | None) -> int:
     return context if window is None else min(context, window)
-
-
-def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[list[SequenceRows]]:
-    """Sort by width, longest first, and cut into groups that are padded to their longest."""
-    groups: list[list[SequenceRows]] = []
-    longest = 0
-    for seq in sorted(singles, key=lambda seq: -_width(seq.context, window)):
-        width = _width(seq.context, window)
-        fits = groups and (len(groups[-1]) + 1) * longest <= _GROUP_SLOTS
-        if fits and width >= _MIN_FILL * longest:
-            groups[-1].append(seq)
-        else:
-            groups.append([seq])
-            longest = width
-    return groups
-
-
-def _decode_part(
-    group: Sequence[SequenceRows], window: int | None, dtype: torch.dtype, device: torch.device
-) -> DecodePart:
-    widths = [_width(seq.context, window) for seq in group]
-    width = widths[0]
-    rows = np.array([seq.first for seq in group])
-    newest = [_newest(seq.host_keys, width) for seq, width in zip(group, widths, strict=True)]
-    only = newest[0]
-    if len(group) == 1 and isinstance(only, slice):
-        return DecodePart(upload([rows], device)[0], only, width, None)
-    arrays = [rows, np.array(widths), padded_slots(newest, width).ravel()]
-    rows_B, widths_B, slots_N = upload(arrays, device)
-    mask = None
-    if min(widths) < width:
-        hidden_BS = torch.arange(width, device=device) >= widths_B.unsqueeze(1)
-        mask = torch.zeros(hidden_BS.shape, dtype=dtype, device=device)
-        mask = mask.masked_fill_(hidden_BS, float("-inf")).view(len(group), 1, 1, width)
-    return DecodePart(rows_B, slots_N, width, mask)
-
-
-def _newest(keys: slice | NDArray[np.int64], width: int) -> slice | NDArray[np.int64]:
-    if isinstance(keys, slice):
-        return slice(keys.stop - width, keys.stop)
-    return keys[len(keys) - width :]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -173,13 +173,16 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _triton_kernels() -> ModuleType | None:
-    """Import and check kernels/triton_kernels.py; return None if that fails."""
+    return import_checked("kernels.triton_kernels", _check_kernels)
+
+
+def import_checked(name: str, check: Callable[[ModuleType], None]) -> ModuleType | None:
+    """Import and check a module of triton's kernels; return None if that fails."""
     try:
-        kernels = importlib.import_module("kernels.triton_kernels")
-        _check_kernels(kernels)
-        _check_slot_kernels(kernels)
+        kernels = importlib.import_module(name)
+        check(kernels)
     except Exception as error:  # noqa: BLE001  (no triton, no compiler, a wrong result: do without)
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{name}: {type(error).__name__}: {error}"
         event(log, "fused_kernels_disabled", logging.WARNING, reason=reason)
         return None
     return kernels
@@ -210,6 +213,7 @@ def _check_kernels(kernels: ModuleType) -> None:
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    _check_slot_kernels(kernels)
 
 
 def _check_slot_kernels(kernels: ModuleType) -> None:

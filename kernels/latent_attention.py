@@ -25,6 +25,7 @@ from kernels.attention import AttentionPlan, Tile, compiled_rows, row_steps, til
 from kernels.compiled import LANES
 from kernels.linear import PackedLinear, has_panels, linear
 from kernels.packed_attention import SequenceRows, take
+from kernels.paged_attention import attend_paged
 from kernels.panels import multiply_heads
 from kernels.row_ops import COMPILED_DTYPES
 from kernels.steps import Steps, map_tiles
@@ -126,22 +127,22 @@ def latent_attention_steps(
     *,
     scale: float,
 ) -> Steps[Tensor]:
-    """Return [T, H, v] by tiles and decode groups. New entries must already be in the pool."""
+    """Return [T, H, v]. New entries must already be in the pool."""
     T, H, _ = q_THd.shape
     out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
+    if plan.paged is not None:
+        rows = slice(plan.paged.first, plan.paged.last)
+        q_NHC = up.to_entries(q_THd[rows]).squeeze(1)
+        attended_NHr = q_NHC.new_empty((len(q_NHC), H, up.rank))
+        for tiles in plan.paged.parts:
+            attend_paged(q_NHC, pool_P1C, pool_P1C, tiles, attended_NHr, scale)
+        out_THv[rows] = up.to_values(attended_NHr.unsqueeze(1))
+        yield
     for part in plan.prefill:
         rows = slice(part.first, part.first + part.count)
         entries_S1C = latent_T1C[rows] if part.keys is None else take(pool_P1C, part.keys)
         attend = _absorbed_chunk if _absorbs(part.count, entries_S1C.shape[0], up) else _expanded
         yield from attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
-    for group in plan.decode:
-        q_B1HC = up.to_entries(q_THd.index_select(0, group.rows_B))
-        entries_B1SC = take(pool_P1C, group.keys).view(-1, 1, group.width, pool_P1C.shape[2])
-        attended_B1HC = functional.scaled_dot_product_attention(
-            q_B1HC, entries_B1SC, entries_B1SC, attn_mask=group.mask, scale=scale
-        )
-        out_THv.index_copy_(0, group.rows_B, up.to_values(attended_B1HC))
-        yield
     if plan.rows is not None:
         rows_B = torch.from_numpy(plan.rows.table[:, 0])
         q_THC = torch.zeros((T, H, pool_P1C.shape[2]), dtype=q_THd.dtype)

@@ -34,6 +34,7 @@ from kernels.device import work_times
 from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
+from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import CallOwner
 from models.experts.router import RoutedTokens
@@ -58,7 +59,10 @@ class HiddenStateSink(Protocol):
 
 
 class ExecutorParts(NamedTuple):
-    """Parts of an executor. name: of the rank, for spans. sample: is informed of micro-batches."""
+    """Parts of an executor. name: of the rank, for spans. sample: is informed of micro-batches.
+
+    graphs: for batches in decode.
+    """
 
     name: str
     half: AttentionHalf
@@ -68,6 +72,7 @@ class ExecutorParts(NamedTuple):
     timeline: Timeline
     clock: Clock
     sample: RoutingSample | None = None
+    graphs: DecodeGraphs | None = None
 
 
 class Chosen(NamedTuple):
@@ -98,6 +103,7 @@ class Executor:
         self._backend = parts.backend
         self._layer_decoder = parts.backend.layer_decoder(parts.kv)
         self._sample = parts.sample
+        self._graphs = parts.graphs
         self._sink = parts.sink
         self._timeline = parts.timeline
         self._clock = parts.clock
@@ -415,7 +421,11 @@ class Executor:
         if hidden_TD is None:
             hidden_TD = half.embed(inputs)
         last = micro_batch.last if layer == self.layers - 1 else None
-        attended = yield from half.steps(layer, hidden_TD, inputs, self._kv, last)
+        graphs = self._graphs
+        if graphs is not None and last is None and graphs.accepts(inputs):
+            attended = graphs.attend(layer, hidden_TD, inputs)
+        else:
+            attended = yield from half.steps(layer, hidden_TD, inputs, self._kv, last)
         micro_batch.hidden_TD = attended.hidden_TD
         yield from self._route(micro_batch, attended.routed)
 

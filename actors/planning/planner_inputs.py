@@ -49,7 +49,6 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         attention_rank_bytes=total_bytes(layout.attention_half_tensors(spec), dtype),
         dense_elements=dense_layers * 3 * spec.hidden_size * spec.dense_ffn_size,
         latent=latent,
-        has_sinks=spec.family.sinks,
     )
 
 

@@ -43,6 +43,7 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
+from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
@@ -94,8 +95,9 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     sample = _sample(spec, half.spec, planning)
     backend, client = _experts(spec, half, endpoint, recorded, sample)
     parts = ExecutorParts(
-        spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s, sample
-    )
+        spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s, sample,
+        DecodeGraphs.of(half, kv, config.schedule.cuda_graphs),
+    )  # fmt: skip
     priorities = Priorities(config.priority, telemetry, spec.name)
     due_times = DueTimes(config.priority, monotonic_s)
     coalescer = decode_coalescer(config.priority, scheduler, config.schedule.max_batch_sequences)

@@ -53,7 +53,12 @@ _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_ch
 _GATHERED = "tests/unit/actors/gather/test_device_gather.py"
 _PLACED = "tests/oracle/test_placements.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
+_GRAPHS = "tests/oracle/test_decode_graphs.py"
 MODES = (
+    Mode("attention over pages", lambda config: True,
+         "tests/unit/kernels/test_compiled.py", "tests/unit/kernels/interpreted_triton.py"),
+    Mode("schedule.cuda_graphs=true", lambda config: bool(config.schedule.cuda_graphs),
+         cuda=_GRAPHS, instead="leave it out"),
     Mode("groups.expert_ranks", lambda config: config.groups.expert_ranks > 0,
          _GROUP, _PLACED),
     Mode("experts.slots, experts.bytes (expert ranks)",

@@ -26,6 +26,9 @@ class ScheduleConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum tokens of a batch on an attention rank."""
     max_batch_sequences: Count = 256
     """Maximum sequences of a batch on an attention rank."""
+    cuda_graphs: bool | None = None
+    """CUDA graphs of the attention half of batches in decode, captured when a size is first needed.
+    null: where they are possible."""
     max_waiting: Count = 1024
     """Maximum sequences per rank and priority class that wait for a first result. Further requests
     are rejected with 429."""

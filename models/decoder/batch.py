@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import AttentionPlan, CompiledRows
-from kernels.device import upload
-from kernels.packed_attention import SequenceRows
+from kernels.device import runs_on_device, upload
+from kernels.packed_attention import Keys, SequenceRows
+from kernels.pages import Pages
 from models.decoder.recurrence import RecurrencePlan, StateRun
 from models.spec.layer_spec import RopeSpec
 
@@ -78,13 +79,21 @@ class AttentionMetadata:
         return 0 if rope is not None or scale_T11 is None else scale_T11.data_ptr()
 
 
+class HostRows(NamedTuple):
+    """Numbers of a batch on a device: positions and slots of rows, block tables [B, W]."""
+
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    tables_BW: NDArray[np.int32]
+
+
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
     """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
     `metadata` is set by the half that runs the batch, and `unjoined` between layers if the MLP's
     output is normed: the residual to which that is still to be added, and its norm. states: of each
-    sequence.
+    sequence. pages: block tables of the sequences, on a device. host: its numbers, there.
     """
 
     token_ids_T: Tensor
@@ -96,6 +105,8 @@ class AttentionBatch:
     unjoined: tuple[Tensor, Tensor] | None = None
     states: tuple[StateRun | None, ...] = ()
     selection: tuple[NDArray[np.int64], Tensor] | None = None
+    pages: Pages | None = None
+    host: HostRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +118,7 @@ class AttentionBatch:
         for seq, count in zip(self.sequences, counts, strict=True):
             stop = seq.first + seq.count
             start = seq.context - count
-            sequences.append(SequenceRows(first, count, start, seq.slots_S, seq.host_slots_S))
+            sequences.append(SequenceRows(first, count, start, seq.slots_S))
             rows.append(np.arange(stop - count, stop))
             first += count
         (rows_R,) = upload([_concatenated(rows)], self.token_ids_T.device)
@@ -116,6 +127,7 @@ class AttentionBatch:
             positions_T=self.positions_T[rows_R],
             slots_T=self.slots_T[rows_R],
             sequences=tuple(sequences),
+            pages=self.pages,
         )
         return LastRows(rows_R, batch)
 
@@ -125,30 +137,23 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """Build the batch. Raises ValueError for an empty slice or a short block table."""
         device = torch.device(device)
-        token_ids: list[int] = []
-        positions, slots, contexts = [], [], []
+        pages = runs_on_device(device)
+        token_ids, sequences, first = list[int](), list[SequenceRows](), 0
+        positions, slots = [], []
         for piece in slices:
-            run, slots_S = _context_slots(piece, block_tokens)
-            positions.append(np.arange(piece.start, piece.start + len(piece.token_ids)))
-            slots.append(slots_S[piece.start :])
-            contexts.append(slots_S if run is None else run)
             token_ids.extend(piece.token_ids)
-        shared = [
-            np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots),
-            *_slot_copies(slices, block_tokens),
-        ]  # fmt: skip
-        scattered = [keys for keys in contexts if not isinstance(keys, slice)]
-        token_ids_T, positions_T, slots_T, from_C, to_C, *keys_of = upload(
-            [*shared, *scattered], device
-        )
-        sequences, first, on_device = list[SequenceRows](), 0, iter(keys_of)
-        for piece, keys in zip(slices, contexts, strict=True):
             count = len(piece.token_ids)
-            if isinstance(keys, slice):
-                sequences.append(SequenceRows(first, count, piece.start, keys))
-            else:
-                sequences.append(SequenceRows(first, count, piece.start, next(on_device), keys))
+            own, keys = _slots(piece, block_tokens, with_context=not pages)
+            positions.append(np.arange(piece.start, piece.start + count))
+            slots.append(own)
+            sequences.append(SequenceRows(first, count, piece.start, keys))
             first += count
+        arrays = [
+            np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots),
+            *_slot_copies(slices, block_tokens), _block_tables(slices if pages else ()),
+        ]  # fmt: skip
+        host = HostRows(arrays[1], arrays[2], arrays[-1].view(np.int32)) if pages else None
+        token_ids_T, positions_T, slots_T, from_C, to_C, tables = upload(arrays, device)
         return AttentionBatch(
             token_ids_T,
             positions_T,
@@ -156,6 +161,8 @@ class AttentionBatch:
             tuple(sequences),
             SlotCopies(from_C, to_C) if len(from_C) else None,
             states=tuple(piece.state for piece in slices),
+            pages=Pages(tables.view(torch.int32), block_tokens) if pages else None,
+            host=host,
         )
 
 
@@ -177,10 +184,10 @@ class LastRows(NamedTuple):
     batch: AttentionBatch
 
 
-def _context_slots(
-    piece: SequenceSlice, block_tokens: int
-) -> tuple[slice | None, NDArray[np.int64]]:
-    """Return the pool slots of positions 0 .. start+count-1, also as a slice if consecutive."""
+def _slots(
+    piece: SequenceSlice, block_tokens: int, *, with_context: bool
+) -> tuple[NDArray[np.int64], Keys]:
+    """Return the pool slots of new tokens, and of the context: a slice if consecutive."""
     context = piece.start + len(piece.token_ids)
     num_blocks = -(-context // block_tokens)
     if not piece.token_ids or piece.start < 0:
@@ -190,12 +197,24 @@ def _context_slots(
             f"block_table has {len(piece.block_table)} blocks of {block_tokens} tokens,"
             f" the context of {context} tokens needs {num_blocks}"
         )
-    blocks = piece.block_table[:num_blocks]
-    if all(map(operator.eq, blocks, range(blocks[0], blocks[0] + num_blocks))):
+    before = 0 if with_context else piece.start // block_tokens
+    blocks = piece.block_table[before:num_blocks]
+    if with_context and all(map(operator.eq, blocks, range(blocks[0], blocks[0] + num_blocks))):
         first = blocks[0] * block_tokens
-        return slice(first, first + context), np.arange(first, first + context)
+        return np.arange(first + piece.start, first + context), slice(first, first + context)
     firsts = np.asarray(blocks, dtype=np.int64)[:, None] * block_tokens
-    return None, (firsts + np.arange(block_tokens)).reshape(-1)[:context]
+    slots_S = (firsts + np.arange(block_tokens)).reshape(-1)[: context - before * block_tokens]
+    new_T = slots_S[piece.start - before * block_tokens :]
+    return new_T, torch.from_numpy(slots_S) if with_context else slice(0, 0)
+
+
+def _block_tables(slices: Sequence[SequenceSlice]) -> NDArray[np.int64]:
+    """Return int32 tables, zeros after each, as [B, W / 2] numbers of 64 bits."""
+    longest = max((len(piece.block_table) for piece in slices), default=0)
+    tables_BW = np.zeros((len(slices), longest + longest % 2), np.int32)
+    for row, piece in zip(tables_BW, slices, strict=True):
+        row[: len(piece.block_table)] = piece.block_table
+    return tables_BW.view(np.int64)
 
 
 def _slot_copies(

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from contracts.errors import CheckpointError
-from kernels.attention import plan_attention
+from kernels.attention import AttentionPlan, plan_attention, plan_on_device
 from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
+from kernels.pages import Seen, split_keys
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
     CompiledDecode,
@@ -156,6 +157,13 @@ class AttentionHalf:
             rope: _angles(spec, rope, device) for rope in self.layers_by_rope if rope is not None
         }
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
+        chunked = spec.family.windows == "chunks"
+        self.seen_keys = {
+            window: Seen(
+                window or 0, chunked and window is not None, _split_keys(spec, dtype, window)
+            )
+            for window in self._windows
+        }
 
     @staticmethod
     def load(
@@ -196,23 +204,11 @@ class AttentionHalf:
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
         if batch.metadata is None:
-            plain = self.spec.latent is None and not self.spec.family.sinks
             sequences: Sequence[SequenceRows] = batch.sequences
             sparse = None
             if self.spec.indexer is not None:
                 sequences, sparse = split_at(batch.sequences, self.spec.indexer.top_k)
-            plans = {
-                window: plan_attention(
-                    self._seen(sequences, window),
-                    window=None if self.spec.family.windows == "chunks" else window,
-                    dtype=self.dtype,
-                    device=self.device,
-                    group=0 if self.spec.latent else self.spec.num_heads // self._kv_heads(window),
-                    short_together=plain,
-                    packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
-                )
-                for window in self._windows
-            }
+            plans = {window: self._plan(batch, sequences, window) for window in self._windows}
             others = self._query_scale(batch.positions_T), self._plan_recurrence(batch), sparse
             batch.metadata = AttentionMetadata(self._cos_sin(batch.positions_T), plans, *others)
         return batch.metadata
@@ -230,16 +226,25 @@ class AttentionHalf:
             found[None] = ones, torch.zeros_like(ones)
         return found
 
-    def _kv_heads(self, window: int | None) -> int:
-        return self.spec.kv_heads(self.spec.sliding_windows.index(window))
-
-    def _seen(
-        self, sequences: Sequence[SequenceRows], window: int | None
-    ) -> Sequence[SequenceRows]:
-        """Return the sequences, cut into chunks that see only themselves if windows are chunks."""
-        if window is None or self.spec.family.windows != "chunks":
-            return sequences
-        return [part for seq in sequences for part in seq.chunks(window)]
+    def _plan(
+        self, batch: AttentionBatch, sequences: Sequence[SequenceRows], window: int | None
+    ) -> AttentionPlan:
+        spec, seen = self.spec, self.seen_keys[window]
+        group = spec.num_heads // (1 if spec.latent else _kv_heads(spec, window))
+        if batch.pages is not None:
+            plain = spec.latent is None and not spec.family.sinks
+            return plan_on_device(
+                sequences,
+                batch.pages,
+                seen,
+                self.device,
+                group=group,
+                packed=plain and supports_packed(self.dtype, self.device, spec.head_dim),
+                expands=spec.latent is not None,
+            )
+        if seen.chunked and window is not None:
+            sequences, window = [part for seq in sequences for part in seq.chunks(window)], None
+        return plan_attention(sequences, window=window, group=0 if spec.latent else group)
 
     def _query_scale(self, positions_T: Tensor) -> Tensor | None:
         """Return the factor of queries of layers without rope, [T, 1, 1]."""
@@ -366,6 +371,11 @@ class AttentionHalf:
             yield
         return AttentionOutput(hidden_TD, None)
 
+    @property
+    def joins_later(self) -> bool:
+        """True if a layer's experts are added to the residual at the start of the next one."""
+        return any(layer.mlp_out_norm is not None for layer in self._layers)
+
     def decode_table(self) -> NDArray[np.int64] | None:
         """Return the fields of `attend_layer` of each layer, [L, LAYER_FIELDS].
 
@@ -422,6 +432,19 @@ class AttentionHalf:
             D, eps = spec.hidden_size, spec.rms_norm_eps
             return functional.layer_norm(x, (D,), weight_D[:D], weight_D[D:], eps)
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
+
+
+def _kv_heads(spec: ModelSpec, window: int | None) -> int:
+    return spec.kv_heads(spec.sliding_windows.index(window))
+
+
+def _split_keys(spec: ModelSpec, dtype: torch.dtype, window: int | None) -> int:
+    if spec.latent is None:
+        value = spec.value_dim
+        entry = _kv_heads(spec, window) * (spec.head_dim + value)
+    else:
+        entry, value = spec.latent.entry_dim, spec.latent.kv_rank
+    return split_keys(entry * dtype.itemsize, spec.num_heads * value)
 
 
 def _angles(spec: ModelSpec, rope: RopeSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:

@@ -33,7 +33,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     experts (None: unlimited). kv_entry_elements: elements of a token in the pool per layer.
     expert_elements, shared_elements: of one expert, and of all shared experts of one layer.
     dense_elements: of the feed-forward networks of all layers without experts.
-    attention_rank_bytes: weights of an attention rank. has_sinks: attention has a sink per head.
+    attention_rank_bytes: weights of an attention rank.
     """
 
     num_layers: int
@@ -54,16 +54,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_rank_bytes: int
     dense_elements: int = 0
     latent: LatentShape | None = None
-    has_sinks: bool = False
 
     @property
     def moe_layers(self) -> int:
         return len(self.windows)
-
-    @property
-    def groups_short(self) -> bool:
-        """Return whether attention computes short prompts in groups."""
-        return self.latent is None and not self.has_sinks
 
     @property
     def kv_token_bytes(self) -> int:
@@ -120,7 +114,7 @@ def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> 
         linear += shape.num_heads * linear_up
         attended *= shape.num_heads
     read_bytes = context * shape.kv_entry_elements * shape.element_bytes
-    calls = share_of(start, stop, window, groups_short=shape.groups_short)
+    calls = share_of(start, stop, window)
     return AttentionWork(1.0, linear, attended, float(read_bytes), *calls)
 
 
@@ -129,7 +123,7 @@ def batch_work(shape: ModelShape, chunks: Chunks, window: int | None) -> Attenti
     total = NO_WORK
     for (start, stop), times in Counter(chunks).items():
         total = total.plus(chunk_work(shape, start, stop, window).times(times))
-    calls = calls_of(chunks, window, groups_short=shape.groups_short)
+    calls = calls_of(chunks, window)
     return total._replace(prompt_calls=calls.prompts, decode_calls=calls.decodes)
 
 
@@ -183,15 +177,11 @@ def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: int) -> tup
     return 2.0 * stop * up, 2.0 * pairs * expanded
 
 
-TILE_ROWS = 128
-SHORT_SCORES = 1 << 14  # (query, key) pairs of a sequence that is grouped
-MIN_FILL = 0.75  # of the queries and of the keys of a group
-GROUP_SLOTS = 4096  # keys of a group, padding included
 DECODE_KEYS = 1 << 14  # of a call for decodes
 
 
 class Calls(NamedTuple):
-    """Kernel calls: tiles and groups of prompts, decodes up to DECODE_KEYS keys."""
+    """Parts of attention: one for each chunk of a prompt, decodes up to DECODE_KEYS keys."""
 
     prompts: float
     decodes: float
@@ -201,49 +191,21 @@ class Calls(NamedTuple):
         return self.prompts + self.decodes
 
 
-def calls_of(chunks: Chunks, window: int | None, *, groups_short: bool) -> Calls:
+def calls_of(chunks: Chunks, window: int | None) -> Calls:
     """Return the calls for these chunks in a layer with `window` (None: unlimited)."""
-    tiles = 0
-    short: list[tuple[int, int]] = []  # new tokens, context
-    widths: list[int] = []
-    for start, stop in chunks:
-        if stop - start == 1:
-            widths.append(_width(stop, window))
-        elif groups_short and _is_short(start, stop, window):
-            short.append((stop - start, stop))
-        else:
-            tiles += -(-(stop - start) // TILE_ROWS)
-    return Calls(float(tiles + _short_groups(short)), float(_decode_calls(widths)))
+    widths = [_width(stop, window) for start, stop in chunks if stop - start == 1]
+    return Calls(float(len(chunks) - len(widths)), float(_decode_calls(widths)))
 
 
-def share_of(start: int, stop: int, window: int | None, *, groups_short: bool) -> Calls:
+def share_of(start: int, stop: int, window: int | None) -> Calls:
     """Return the share of a chunk in the calls of many chunks like it."""
-    if stop - start == 1:
-        return Calls(0.0, 1.0 / max(1, DECODE_KEYS // _width(stop, window)))
-    if groups_short and _is_short(start, stop, window):
-        return Calls(1.0 / max(1, GROUP_SLOTS // stop), 0.0)
-    return Calls(float(-(-(stop - start) // TILE_ROWS)), 0.0)
+    if stop - start > 1:
+        return Calls(1.0, 0.0)
+    return Calls(0.0, 1.0 / max(1, DECODE_KEYS // _width(stop, window)))
 
 
 def _width(context: int, window: int | None) -> int:
     return context if window is None else min(context, window)
-
-
-def _is_short(start: int, stop: int, window: int | None) -> bool:
-    return (window is None or stop <= window) and (stop - start) * stop <= SHORT_SCORES
-
-
-def _short_groups(short: Sequence[tuple[int, int]]) -> int:
-    """Return the number of groups, filled in descending order of new tokens."""
-    groups = members = longest = least = most = 0
-    for count, context in sorted(short, reverse=True):
-        low, high = min(least, context), max(most, context)
-        fits = members and count >= MIN_FILL * longest and low >= MIN_FILL * high
-        if fits and (members + 1) * high <= GROUP_SLOTS:
-            members, least, most = members + 1, low, high
-        else:
-            groups, members, longest, least, most = groups + 1, 1, count, context, context
-    return groups
 
 
 def _decode_calls(widths: Sequence[int]) -> int:

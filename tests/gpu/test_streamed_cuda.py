@@ -13,15 +13,22 @@ import torch
 from benchmarks.cases import streamed_on_gpu
 from benchmarks.harness import run_case
 from kernels import fused_ops
-from kernels.attention import plan_attention
+from kernels.attention import plan_on_device
 from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
 from kernels.norm_rope import apply_rope, rms_norm
-from kernels.packed_attention import SequenceRows, supports_packed
+from kernels.packed_attention import supports_packed
+from kernels.paged_attention import attention_kernels
+from kernels.pages import Pages, Seen
 from kernels.routing import RoutingRule
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from tests.support.kernel_reference import attention_reference, experts_reference, ragged_attention
+from tests.support.kernel_reference import (
+    attention_reference,
+    experts_reference,
+    layout,
+    ragged_attention,
+)
 from tests.support.local_model import LocalModel
 from tests.support.tiny_models import Checkpoints
 
@@ -69,37 +76,37 @@ def test_fused_passes_are_torchs_operations_but_for_rounding() -> None:
         assert (found == expected).float().mean() > 0.98
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_packed_batch_equals_the_reference(window: int | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(5, 0), (1, 9), (7, 4), (40, 0), (3, 30)]
-    G, R, d, total = 2, 3, 16, sum(count + start for count, start in shapes)
-    k_pool, v_pool = (torch.randn(total, G, d, generator=generator).bfloat16() for _ in "kv")
-    T = sum(count for count, _ in shapes)
-    q_THd = torch.randn(T, G * R, d, generator=generator).bfloat16()
-    slots = torch.randperm(total, generator=generator)
-    sequences, new, first, used = [], [], 0, 0
-    for count, start in shapes:
-        keys = slots[used : used + start + count]
-        sequences.append(SequenceRows(first, count, start, keys.to(GPU)))
-        new.append(keys[start:])
-        first, used = first + count, used + start + count
-    fresh = torch.cat(new)
+@pytest.mark.parametrize("window", [0, 3, 600])
+@pytest.mark.parametrize("shapes", [[(5, 0), (40, 0)], [(5, 0), (1, 900), (7, 4), (1, 9), (3, 30)]])
+def test_attention_of_a_batch_equals_the_reference(
+    shapes: list[tuple[int, int]], window: int
+) -> None:
+    """In one packed call, or over pages in triton's kernels."""
+    generator, laid = torch.Generator().manual_seed(1), layout(shapes, 16)
+    G, R, d = 2, 3, 16
+    k_pool, v_pool = (
+        torch.randn(laid.pool_slots, G, d, generator=generator).bfloat16() for _ in "kv"
+    )
+    q_THd = torch.randn(sum(n for n, _ in shapes), G * R, d, generator=generator).bfloat16()
     assert supports_packed(torch.bfloat16, GPU, d)
-    plan = plan_attention(sequences, window=window, dtype=torch.bfloat16, device=GPU, packed=True)
-    new_k_v = (pool[fresh].to(GPU) for pool in (k_pool, v_pool))
-    q, k, v, k_all, v_all = (q_THd.to(GPU), *new_k_v, k_pool.to(GPU), v_pool.to(GPU))
-    out_THd = ragged_attention(q, k, v, k_all, v_all, plan, scale=0.3).cpu()
-    for seq in sequences:
-        rows, held = slice(seq.first, seq.first + seq.count), seq.slots_S
-        assert isinstance(held, torch.Tensor)
+    pages = Pages(laid.pages.blocks_BW.to(GPU), 16)
+    plan = plan_on_device(
+        laid.sequences, pages, Seen(window), GPU, group=R, packed=True, expands=False
+    )
+    assert (plan.packed is None) == any(start for _, start in shapes)
+    assert attention_kernels(q_THd.to(GPU)) is not None
+    new = (pool[laid.new_slots].to(GPU) for pool in (k_pool, v_pool))
+    pools = k_pool.to(GPU), v_pool.to(GPU)
+    out_THd = ragged_attention(q_THd.to(GPU), *new, *pools, plan, scale=0.3).cpu()
+    for seq, held in zip(laid.sequences, laid.slots, strict=True):
+        rows = slice(seq.first, seq.first + seq.count)
         expected = attention_reference(
             q_THd[rows],
-            k_pool[held.cpu()],
-            v_pool[held.cpu()],
+            k_pool[held],
+            v_pool[held],
             start=seq.start,
             scale=0.3,
-            window=window,
+            window=window or None,
         )
         torch.testing.assert_close(out_THd[rows].double(), expected, atol=3e-2, rtol=2e-2)
 

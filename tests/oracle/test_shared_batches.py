@@ -176,7 +176,8 @@ def test_batch_that_loses_a_worker_is_computed_alone_and_the_group_forms_again(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_error_of_a_follower_ends_its_batch_only(tiny_checkpoint: Checkpoints, family: str) -> None:
-    folder, chunks = tiny_checkpoint(family), {"prefill": {"max_batch_tokens": 48}}
+    folder = tiny_checkpoint(family)
+    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
     expected = alone_logits(folder, **chunks)
 
     def fail(shared: SharedPass) -> None:

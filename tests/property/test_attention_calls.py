@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import plan_attention
@@ -19,34 +18,22 @@ windows = st.one_of(st.none(), st.integers(16, 1024))
 some = settings(deadline=None, max_examples=150)
 
 
-def planned(chunks: list[tuple[int, int]], window: int | None, *, groups_short: bool) -> Calls:
+def planned(chunks: list[tuple[int, int]], window: int | None) -> Calls:
+    """Return the parts of a plan for latents, where each chunk of a prompt is one."""
     counts = [stop - start for start, stop in chunks]
     firsts = itertools.accumulate(counts, initial=0)
     sequences = [
         SequenceRows(first, stop - start, start, slice(0, stop))
         for (start, stop), first in zip(chunks, firsts, strict=False)
     ]
-    plan = plan_attention(
-        sequences,
-        window=window,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        short_together=groups_short,
-    )
-    prompts = sum(len(part.tiles) for part in plan.prefill) + len(plan.short)
-    assert not plan.decode
-    return Calls(float(prompts), float(0 if plan.rows is None else len(plan.rows.steps)))
+    plan = plan_attention(sequences, window=window)
+    return Calls(float(len(plan.prefill)), float(0 if plan.rows is None else len(plan.rows.steps)))
 
 
 @some
-@given(batches, windows, st.booleans())
-@example([(0, 60), (0, 45), (0, 44), (100, 160), (5, 6), (4, 5), (3, 4)], None, True)
-@example([(0, 64)] * 70 + [(500, 501)] * 9, None, True)
-def test_calls_match_kernel_plan(
-    chunks: list[tuple[int, int]], window: int | None, groups_short: bool
-) -> None:
-    found = calls_of(chunks, window, groups_short=groups_short)
-    assert found == planned(chunks, window, groups_short=groups_short)
+@given(batches, windows)
+def test_calls_match_kernel_plan(chunks: list[tuple[int, int]], window: int | None) -> None:
+    assert calls_of(chunks, window) == planned(chunks, window)
 
 
 @some
@@ -54,18 +41,14 @@ def test_calls_match_kernel_plan(
 def test_chunk_share_equals_calls_of_many_equal_chunks(
     one: tuple[int, int], times: int, window: int | None
 ) -> None:
-    share = share_of(*one, window, groups_short=True).total
-    together = calls_of([one] * times, window, groups_short=True).total
+    share, together = share_of(*one, window).total, calls_of([one] * times, window).total
     assert together - 1 < times * share + 1e-9
     assert times * share <= together + 1e-9
 
 
-def test_similar_sequences_share_a_call() -> None:
-    unlike = [(0, 12), (0, 20), (0, 40), (0, 90)]
-    assert calls_of(unlike, None, groups_short=True) == Calls(4.0, 0.0)
-    assert calls_of([(0, 40)] * 30, None, groups_short=True) == Calls(1.0, 0.0)
-    assert calls_of([(0, 40)] * 30, None, groups_short=False) == Calls(30.0, 0.0)
-    assert calls_of([(511, 512)] * 16, None, groups_short=True) == Calls(0.0, 1.0)
-    assert calls_of([(511, 512)] * 33, None, groups_short=True) == Calls(0.0, 2.0)
-    assert share_of(0, 1000, None, groups_short=True) == Calls(8.0, 0.0)
-    assert share_of(511, 512, None, groups_short=True).decodes == pytest.approx(1 / 32)
+def test_decodes_share_a_call() -> None:
+    assert calls_of([(0, 12), (0, 20), (30, 90)], None) == Calls(3.0, 0.0)
+    assert calls_of([(511, 512)] * 16, None) == Calls(0.0, 1.0)
+    assert calls_of([(511, 512)] * 33, None) == Calls(0.0, 2.0)
+    assert share_of(0, 1000, None) == Calls(1.0, 0.0)
+    assert share_of(511, 512, None).decodes == pytest.approx(1 / 32)

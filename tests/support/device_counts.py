@@ -20,7 +20,7 @@ _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::lif
 
 
 class LaunchedKernels:
-    """Stands for kernels/triton_kernels.py: each call is a launch and computes nothing."""
+    """Stands for modules of triton's kernels: each call is a launch and computes nothing."""
 
     launches = 0
 
@@ -37,13 +37,18 @@ class LaunchedKernels:
 
     add_rows = weighted_sums = pack_rows
 
+    def attend(self, *_: Any) -> None:
+        self.launches += 1
+
+    combine = attend
+
 
 class DeviceCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """launches, copies, host_reads: counted while the mode is entered."""
+    """launches, copies, host_reads, bytes of the largest new tensor: while the mode is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches = self.copies = self.host_reads = 0
+        self.launches = self.copies = self.host_reads = self.largest = 0
 
     @contextmanager
     def beside(self, kernels: LaunchedKernels | None) -> Iterator[None]:
@@ -65,6 +70,8 @@ class DeviceCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         made = [each for each in tree_iter(result) if isinstance(each, Tensor) and each.is_meta]
         if made and not func.is_view:
+            if not func._schema.is_mutable:
+                self.largest = max(self.largest, *(each.nbytes for each in made))
             crosses = name in ("aten::_to_copy", "aten::copy_") and any(t.is_cpu for t in given)
             self.copies += crosses
             self.launches += not crosses and name not in _ALLOCATIONS

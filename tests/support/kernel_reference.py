@@ -5,7 +5,7 @@ Shapes: T tokens, H query heads, G KV heads, d head dim, S context, U tokens, e 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,44 @@ from torch import Tensor
 from kernels.attention import attention_steps
 from kernels.experts import ClampedGate, expert_steps
 from kernels.latent_attention import latent_attention_steps
+from kernels.packed_attention import SequenceRows
+from kernels.pages import Pages
 from kernels.steps import run_to_end
+
+
+class Layout(NamedTuple):
+    """Sequences in a pool. slots: of each one's context."""
+
+    sequences: list[SequenceRows]
+    slots: list[Tensor]
+    pages: Pages
+    pool_slots: int
+
+    @property
+    def new_slots(self) -> Tensor:
+        return torch.cat(
+            [s[seq.start :] for s, seq in zip(self.slots, self.sequences, strict=True)]
+        )
+
+
+def layout(shapes: list[tuple[int, int]], block_tokens: int = 4) -> Layout:
+    """Lay out sequences of (new, cached) tokens in shuffled blocks, a single one in one run."""
+    numbers = [-(-sum(shape) // block_tokens) for shape in shapes]
+    order = torch.randperm(sum(numbers), generator=torch.Generator().manual_seed(5)) + 1
+    order = order.sort().values if len(shapes) == 1 else order
+    tables = torch.zeros(len(shapes), max(numbers), dtype=torch.int32)
+    sequences, slots, first = list[SequenceRows](), list[Tensor](), 0
+    for row, (blocks, (count, start)) in enumerate(
+        zip(torch.split(order, numbers), shapes, strict=True)
+    ):
+        tables[row, : len(blocks)] = blocks
+        own = (blocks[:, None] * block_tokens + torch.arange(block_tokens)).flatten()
+        slots.append(own[: count + start])
+        run = slice(int(own[0]), int(own[0]) + count + start)
+        sequences.append(SequenceRows(first, count, start, run if len(shapes) == 1 else slots[-1]))
+        first += count
+    pool_slots = (sum(numbers) + 1) * block_tokens
+    return Layout(sequences, slots, Pages(tables, block_tokens), pool_slots)
 
 
 def ragged_attention(*args: Any, **kwargs: Any) -> Tensor:

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import experts, norm_rope
+from kernels import experts, norm_rope, paged_attention
+from kernels import triton_attention as attention
 from kernels import triton_kernels as fused
+from kernels.packed_attention import SequenceRows
+from kernels.pages import Pages, Seen, plan_paged
 from tests.support import kernel_reference as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -178,3 +181,40 @@ def test_only_counted_rows_are_computed(count: int) -> None:
     x_TD, h_NF2 = normal(4, 5, dtype=torch.float32), normal(6, 8, dtype=torch.float32)
     assert torch.equal(fused.gather_rows(x_TD, rows_N, counted)[:count], x_TD[rows_N][:count])
     assert torch.equal(fused.gated(h_NF2, counted)[:count], fused.gated(h_NF2)[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float32", "float16"])
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=3),
+    st.sampled_from([(2, 3, 8, 8), (1, 5, 24, 24), (2, 1, 16, 16), (1, 20, 20, 16), (1, 3, 11, 6)]),
+    st.sampled_from([Seen(0, False, 7), Seen(9, False, 4), Seen(9, True, 16), Seen()]),
+    st.booleans(),
+)
+def test_attention_over_pages_equals_that_of_torch(
+    dtype: torch.dtype,
+    shapes: list[tuple[int, int]],
+    heads: tuple[int, int, int, int],
+    seen: Seen,
+    sinks: bool,
+) -> None:
+    """heads: KV heads, query heads of each, elements of a key and, if fewer, of a latent's value.
+    The interpreter has no products of bfloat16."""
+    (G, R, d, v), T = heads, sum(count for count, _ in shapes)
+    k_PGd = normal(400, G, d, dtype=dtype)
+    v_PGd = k_PGd if v < d else normal(400, G, d, dtype=dtype, seed=1)
+    q_THd = normal(T, G * R + 2, d, dtype=dtype, seed=2)[:, 1:-1]
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(3)).int()
+    pages = Pages(torch.stack([order.roll(n) for n in range(len(shapes))]), 4)
+    sequences, first = list[SequenceRows](), 0
+    for count, start in shapes:
+        sequences.append(SequenceRows(first, count, start))
+        first += count
+    sinks_H = normal(G * R, dtype=dtype, seed=4) if sinks else None
+    found, expected = (torch.full((T, G * R, v), 7.0, dtype=dtype) for _ in range(2))
+    plan = plan_paged(list(enumerate(sequences)), pages, seen, R, torch.device("cpu"))
+    for part in plan.parts:
+        given_tensors = q_THd, k_PGd, v_PGd, part
+        paged_attention._attend_by_triton(attention, *given_tensors, found, 0.3, sinks_H)
+        paged_attention._attend_by_torch(*given_tensors, expected, 0.3, sinks_H)
+    close(found, expected, dtype, 2.0)

@@ -165,8 +165,6 @@ class Decodes:
         plan = plan_attention(
             chosen,
             window=window,
-            dtype=self.q.dtype,
-            device=torch.device("cpu"),
             group=self.q.shape[1] // self.k.shape[1],
         )
         q = self.q[rows]
@@ -217,7 +215,7 @@ def test_decode_equals_reference_whatever_the_other_sequences(
 
 def test_long_contexts_yield_between_sequences() -> None:
     keys = [SequenceRows(n, 1, 9_999, slice(0, 10_000)) for n in range(3)]
-    plan = plan_attention(keys, window=None, dtype=torch.float32, device=torch.device("cpu"))
+    plan = plan_attention(keys, window=None)
     assert plan.rows is not None
     assert plan.rows.steps == ((0, 1), (1, 2), (2, 3))
 

@@ -45,7 +45,8 @@ _SLOTS = {"OUTPUTS": 8, "INPUTS": 256}
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 
 # Types of each kernel's arguments in order, and constants, of the largest models that we name.
-KERNELS: dict[str, tuple[list[str], dict[str, Any]]] = {
+Kernel = tuple[list[str], dict[str, Any]]
+KERNELS: dict[str, Kernel] = {
     "_norm": ([BF16, BF16, BF16, "i32", "fp32"], {"ONCE": False, "BLOCK": 16384}),
     "_rope": ([BF16] * 5 + ["i32"] * 3 + ["fp32"], {"NORM": True, "HEADS": 16, "BLOCK": 64}),
     "_gate": ([BF16, BF16, I32, "i32"], {"COUNTED": True, "BLOCK": 1024}),
@@ -54,31 +55,59 @@ KERNELS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "_pack": ([BF16, I64, I32, I32, BF16, I32, I32, "i32", "i32", "i32"],
               {"K": 8, "PAIRS": 16, "EXPERTS": 256, "BLOCK": 1024}),
     "_add": ([F32, I64, BF16, "i32"], {"BLOCK": 1024}),
+    "_combine": ([I32, BF16, BF16, F32, F32, "i32"],
+                 {"V": 512, "WINDOW": 4096, "CHUNKED": True, "SPLIT": 512, "SINKS": True,
+                  "BLOCK": 512}),
     "_slot_gated": ([BF16, I32, BF16, BF16, "i32"], {"D": 7168, "F": 2048, **_SLOTS}),
     "_slot_product": ([BF16, I32, BF16, BF16], {"D": 7168, "F": 2048, **_SLOTS}),
 }  # fmt: skip
+ATTENTION_REGISTERS = 255  # all of a thread: few, large blocks that read ahead
+_ATTEND = [BF16, BF16, BF16, I32, I32, BF16, BF16, F32, F32, "fp32", "i32", "i32"]
+# Query heads of a KV head, elements of a key and of a value, rows of a tile.
+ATTENTION = {
+    "qwen3 decode": (8, 128, 128, 1),
+    "qwen3 prompt": (8, 128, 128, 8),
+    "heads of 256": (16, 256, 256, 4),
+    "gpt-oss prompt": (8, 64, 64, 8),
+    "phi prompt": (4, 96, 96, 16),
+    "deepseek decode": (128, 576, 512, 1),
+    "deepseek prompt": (128, 576, 512, 2),
+}
 
 
-def usage(name: str, arch: int, to: Path) -> Any:
+def attention_kernel(heads: int, key: int, value: int, rows: int) -> Kernel:
+    from kernels.triton_attention import sizes
+
+    constants = {"BT": 16, "G": 4, "R": heads, "D": key, "V": value, "WINDOW": 4096,
+                 "CHUNKED": False, "SPLIT": 512, "SINKS": True, "SHARED": key > value}  # fmt: skip
+    return _ATTEND, {**constants, **sizes(heads, key, value, rows, shared=key > value)}
+
+
+def usage(name: str, given_kernel: Kernel, arch: int, to: Path) -> Any:
     """Return registers per thread and bytes of stack, which are spills, of a compiled kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels import triton_kernels
+    from kernels import triton_attention, triton_kernels
 
-    kernel, (types, constants) = getattr(triton_kernels, name), KERNELS[name]
+    kernel = {**vars(triton_attention), **vars(triton_kernels)}[name]
+    types, constants = given_kernel[0], dict(given_kernel[1])
+    warps = triton_kernels.norm_warps(constants["BLOCK"]) if name == "_norm" else 4
+    options = {"num_warps": constants.pop("num_warps", warps),
+               "num_stages": constants.pop("num_stages", 3)}  # fmt: skip
     given = iter(types)
     signature = {
         each: "constexpr" if each in constants else next(given) for each in kernel.arg_names
     }
     assert not list(given), f"{name} has fewer arguments"
     numbered = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=numbered)
+    pointers = [n for n, each in enumerate(signature.values()) if each.startswith("*")]
+    aligned = {(n,): [["tt.divisibility", 16]] for n in pointers} if name == "_attend" else {}
+    source = ASTSource(kernel, signature, constexprs=numbered, attrs=aligned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warps = triton_kernels.norm_warps(constants["BLOCK"]) if name == "_norm" else 4
-        target, options = GPUTarget("cuda", arch, 32), {"num_warps": warps}
+        target = GPUTarget("cuda", arch, 32)
         compiled = triton.compile(source, target=target, options=options)
     cubin = to / f"{name}_{arch}.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -94,14 +123,22 @@ def usage(name: str, arch: int, to: Path) -> Any:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) -> None:
-    registers, stack_bytes = usage(name, arch, tmp_path)
+    registers, stack_bytes = usage(name, KERNELS[name], arch, tmp_path)
     assert (stack_bytes, registers <= MAX_REGISTERS) == (0, True), registers
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("model", ATTENTION)
+def test_attention_compiles_without_spills(model: str, arch: int, tmp_path: Path) -> None:
+    registers, stack_bytes = usage("_attend", attention_kernel(*ATTENTION[model]), arch, tmp_path)
+    assert (stack_bytes, registers <= ATTENTION_REGISTERS) == (0, True), registers
 
 
 def test_every_kernel_is_listed() -> None:
     from triton.runtime.jit import KernelInterface
 
-    from kernels import triton_kernels
+    from kernels import triton_attention, triton_kernels
 
-    kernels = {n for n, each in vars(triton_kernels).items() if isinstance(each, KernelInterface)}
-    assert kernels == KERNELS.keys()
+    names = {**vars(triton_kernels), **vars(triton_attention)}
+    kernels = {name for name, each in names.items() if isinstance(each, KernelInterface)}
+    assert kernels == {*KERNELS, "_attend", "_lowest"}

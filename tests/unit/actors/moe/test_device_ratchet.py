@@ -7,6 +7,9 @@ packets on an expert rank.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +31,12 @@ from actors.telemetry.telemetry import Timeline
 from contracts.messages import Submit
 from contracts.plan import Plan
 from contracts.requests import Priority, Sampling
-from kernels import fused_ops
+from kernels import fused_ops, paged_attention
 from kernels.linear import linears
 from kernels.steps import run_to_end
-from models.decoder import decoder
-from models.decoder.attention import KvPool
+from models.decoder.attention import KvPool, kv_entry_shapes
 from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_loading import ExpertLayer
@@ -144,35 +147,73 @@ def test_layer_of_all_to_all_reads_nothing_on_the_host(tokens: int, bound: int) 
     assert counts.launches <= bound
 
 
-SCATTERED = [SequenceSlice([1], 999, [n, *range(100 * n + 100, 100 * n + 162)]) for n in range(32)]
+def scattered(context: int, start: int) -> list[SequenceSlice]:
+    """Return 32 sequences of `context` tokens of which those from `start` on are new."""
+    blocks = -(-context // 16)
+    tables = [[n, *range(100 * n + 100, 100 * n + 99 + blocks)] for n in range(32)]
+    return [SequenceSlice([1] * (context - start), start, table) for table in tables]
 
 
-# Copies that prepare 32 sequences in decode, and launches of a layer; before, 34 copies and 32
-# host reads (latent) or 64 (sinks, two windows).
+# Copies that prepare 32 sequences, and launches of a layer; with a gathered context, 34 copies and
+# 32 host reads (latent) or 64 (sinks, two windows), and 47, 216 and 60 launches.
 @pytest.mark.parametrize(
     ("family", "copies", "launches"),
-    [("qwen3_moe", 1, 47), ("deepseek_v3", 8, 216), ("gpt_oss", 9, 60)],
+    [("qwen3_moe", 1, 46), ("deepseek_v3", 1, 78), ("gpt_oss", 2, 44)],
 )
+@pytest.mark.parametrize(("context", "start"), [(1000, 999), (60_000, 59_999), (9000, 8990)])
 def test_attention_of_a_batch_reads_nothing_on_the_host(
-    tiny_checkpoint: Checkpoints, family: str, copies: int, launches: int
+    tiny_checkpoint: Checkpoints, family: str, copies: int, launches: int, context: int, start: int
 ) -> None:
     folder: Path = tiny_checkpoint(family, **({} if family == "deepseek_v3" else {"head_dim": 16}))
     spec = read_spec(folder)
     half = AttentionHalf.load(Checkpoint(folder), spec, **BF16)
-    kv = KvPool(spec, 4096, 16, **BF16)
+    kv = KvPool(spec, 8192, 16, **BF16)
+    kernels = LaunchedKernels()
     building, preparing, layer = (DeviceCounts() for _ in range(3))
-    with patch.object(decoder, "supports_packed", lambda *_: True):
+    with patch.object(paged_attention, "attention_kernels", lambda x: kernels):
         with building:
-            batch = AttentionBatch.build(SCATTERED, block_tokens=16, device="meta")
+            batch = AttentionBatch.build(scattered(context, start), block_tokens=16, device="meta")
         with preparing:
             half.prepare(batch)
         hidden_TD = half.embed(batch)
-        with layer:
+        with layer.beside(kernels):
             run_to_end(half.steps(spec.moe_layers[-1], hidden_TD, batch, kv))
     assert [each.host_reads for each in (building, preparing, layer)] == [0, 0, 0]
     assert (building.copies, layer.copies) == (1, 0)
     assert preparing.copies <= copies
     assert layer.launches <= launches
+    entries = sum(math.prod(shape) for shape in kv_entry_shapes(spec, spec.moe_layers[-1]))
+    context_bytes = 32 * context * entries * 2
+    assert max(each.largest for each in (building, preparing, layer)) <= context_bytes / 8
+
+
+def test_a_captured_layer_is_six_launches_and_a_replay(tiny_checkpoint: Checkpoints) -> None:
+    """Copies of the residual and of the results. A batch's numbers are copied once."""
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    half = AttentionHalf.load(Checkpoint(folder), spec, **BF16)
+    kv, replays = KvPool(spec, 8192, 16, **BF16), list[int]()
+    counts = [DeviceCounts() for _ in range(spec.num_layers)]
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: replays.append(1)
+
+    kernels, recorder = LaunchedKernels(), SimpleNamespace(record=record)
+    with patch.object(paged_attention, "attention_kernels", lambda x: kernels):
+        graphs = DecodeGraphs(half, kv, recorder)
+        for again in range(2):
+            batch = AttentionBatch.build(scattered(1000, 999), block_tokens=16, device="meta")
+            half.prepare(batch)
+            hidden_TD = half.embed(batch)
+            for layer in range(spec.num_layers):
+                with counts[layer] if again else nullcontext():
+                    graphs.attend(layer, hidden_TD, batch)
+    assert len(replays) == 2 * spec.num_layers
+    assert [(each.copies, each.host_reads) for each in counts] == [(1, 0)] + [(0, 0)] * (
+        spec.num_layers - 1
+    )
+    assert [each.launches for each in counts] == [8, *[5] * (spec.num_layers - 1)]
 
 
 def test_sampling_reads_once_for_a_batch() -> None:

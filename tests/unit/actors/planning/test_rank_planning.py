@@ -250,7 +250,7 @@ def test_trial_runs_a_few_batches_which_are_all_reported() -> None:
     def answer(query: PlanRequest) -> PlanResponse:
         return msgspec.structs.replace(always(Plan())(query), trial=trial)
 
-    def knows_next() -> bool:
+    def knows_next(rank: Rank) -> bool:
         rank.planning.request_upcoming()
         return all(bucket_of(each) in rank.link.plans for each in rank.scheduler.upcoming())
 
@@ -266,7 +266,7 @@ def test_trial_runs_a_few_batches_which_are_all_reported() -> None:
                     task = "attention-0", stage, number, number + 1, batch.number, 0, part
                     rank.planning.observe(TaskSpan(*task))
             rank.run(batch)
-            until(knows_next)
+            until(lambda: knows_next(rank))
         while len(reports) < TRIAL_REPORTS:
             message = planner.received.get(timeout=DEADLINE_S)
             if isinstance(message, BatchReport):
