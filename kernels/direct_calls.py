@@ -36,6 +36,7 @@ from kernels.attention_ops import (
 from kernels.compiled import (
     address_of,
     compiled,
+    float32_at,
     int32_at,
     int64_at,
     now_ns,
@@ -305,36 +306,122 @@ def _add_experts(tables: int, layer: int) -> None:
 
 
 @compiled
-def _serve(pool: int, peer: int, tables: int, count: int, call: Any) -> int:
-    """Compute a call and write y; return its status."""
-    _, x_at, rows_at, weights_at, counts_at, y_at, most_rows, most_pairs = carray(
-        int64_at(peer), (PEER_FIELDS,)
-    )
-    generation, layer, U, N = call[0], call[1], call[2], call[3]
-    if U < 1 or most_rows < U or N < 1 or most_pairs < N:
-        return DECLINED
+def _find_experts(tables: int, count: int, call: Any, args: Any) -> Any:
+    """Copy the EXPERT_FIELDS of a call's layer; return False without its experts."""
     table_G3 = carray(int64_at(tables), (count, 3))
     for g in range(count):
-        if table_G3[g, 0] == generation and layer >= 0 and layer < table_G3[g, 2]:
-            at = table_G3[g, 1] + layer * EXPERT_FIELDS * 8
-            args = np.empty(EXPERT_FIELDS, np.int64)
-            given = carray(int64_at(at), (EXPERT_FIELDS,))
+        if table_G3[g, 0] == call[0] and call[1] >= 0 and call[1] < table_G3[g, 2]:
+            given = carray(int64_at(table_G3[g, 1] + call[1] * EXPERT_FIELDS * 8), (EXPERT_FIELDS,))
             for i in range(EXPERT_FIELDS):
                 args[i] = given[i]
-            wide, D = args[15] != 0, args[1]
-            if not args[3]:
-                return DECLINED
-            sums = np.empty(1 if wide else U * D, np.float32)
-            out = y_at if wide else address_of(sums)
-            args[8], args[9], args[10], args[11], args[12] = U, N, x_at, rows_at, weights_at
-            args[13], args[14] = counts_at, out
-            if not sum_experts(pool, address_of(args)):
-                return DECLINED
-            if not wide:
-                write_numbers(False, y_at, U * D, sums)
-            args[0], sums[0] = 0, np.float32(0.0)  # they live until here
-            return DONE
-    return DECLINED
+            return args[3] != 0
+    return False
+
+
+@compiled
+def _serve(pool: int, peer: Any, call: Any, args: Any) -> int:
+    """Compute a call and write y; return its status. args: EXPERT_FIELDS, changed."""
+    _, x_at, rows_at, weights_at, counts_at, y_at, _, _ = peer
+    U, N, D, wide = call[2], call[3], args[1], args[15] != 0
+    sums = np.empty(1 if wide else U * D, np.float32)
+    args[8], args[9], args[10], args[11], args[12] = U, N, x_at, rows_at, weights_at
+    args[13], args[14] = counts_at, y_at if wide else address_of(sums)
+    if not sum_experts(pool, address_of(args)):
+        return DECLINED
+    if not wide:
+        write_numbers(False, y_at, U * D, sums)
+    sums[0] = np.float32(0.0)  # it lives until here
+    return DONE
+
+
+@compiled
+def _serve_merged(pool: int, peers: Any, calls: Any, members: Any, args: Any) -> int:
+    """Compute calls of one layer at once, and write y of each; return their status.
+
+    Weights are read once for all. A row's bits do not depend on the rows beside it.
+    """
+    D, e, wide, M = args[1], args[3], args[15] != 0, len(members)
+    words, U, N = D * (4 if wide else 2) // 4, 0, 0
+    for n in members:
+        U, N = U + calls[n, 2], N + calls[n, 3]
+    x, sums = np.empty(U * words, np.int32), np.empty(U * D, np.float32)
+    rows, weights = np.empty(N, np.int64), np.empty(N, np.float32)
+    counts, next_M, first_M = np.zeros(e, np.int64), np.zeros(M, np.int64), np.zeros(M, np.int64)
+    first = pairs = 0
+    for m in range(M):
+        first_M[m] = first
+        source = carray(int32_at(peers[members[m], 1]), (calls[members[m], 2] * words,))
+        for i in range(len(source)):
+            x[first * words + i] = source[i]
+        first += calls[members[m], 2]
+    for expert in range(e):
+        for m in range(M):
+            n, before = members[m], pairs
+            rows_N = carray(int64_at(peers[n, 2]), (calls[n, 3],))
+            weights_N = carray(float32_at(peers[n, 3]), (calls[n, 3],))
+            for _ in range(carray(int64_at(peers[n, 4]), (e,))[expert]):
+                pair = next_M[m]
+                if pair == len(rows_N) or rows_N[pair] < 0 or rows_N[pair] >= calls[n, 2]:
+                    return DECLINED
+                rows[pairs], weights[pairs] = first_M[m] + rows_N[pair], weights_N[pair]
+                next_M[m], pairs = pair + 1, pairs + 1
+            counts[expert] += pairs - before
+    args[8], args[9], args[10], args[11] = U, N, address_of(x), address_of(rows)
+    args[12], args[13], args[14] = address_of(weights), address_of(counts), address_of(sums)
+    if not sum_experts(pool, address_of(args)):
+        return DECLINED
+    for m in range(M):
+        n, at = members[m], first_M[m] * D
+        write_numbers(wide, peers[n, 5], calls[n, 2] * D, sums[at:])
+    x[0] = rows[0] = counts[0] = 0  # they live until here
+    weights[0] = sums[0] = np.float32(0.0)
+    return DONE
+
+
+@compiled
+def _read_call(peer: Any, priority: int, call: Any) -> Any:
+    """Copy the call of an area, and its number; return False without one of these classes."""
+    area = peer[0]
+    call[CALL_FIELDS] = atomic_read(area + REQUEST)
+    given = carray(int64_at(area + _CALL), (CALL_FIELDS,))
+    for i in range(CALL_FIELDS):
+        call[i] = given[i]
+    return call[CALL_FIELDS] != atomic_read(area + REPLY) and call[6] <= priority
+
+
+@compiled
+def _fits(peer: Any, call: Any) -> Any:
+    """Return whether a call is inside of its area."""
+    return call[2] >= 1 and call[2] <= peer[6] and call[3] >= 1 and call[3] <= peer[7]
+
+
+@compiled
+def _find_members(peers: Any, calls: Any, n: int, priority: int, room: int, members: Any) -> int:
+    """Write call n, and waiting ones of its layer and class; return their number."""
+    members[0], M, pairs = n, 1, calls[n, 3]
+    for other in range(n + 1, len(peers) if _fits(peers[n], calls[n]) else 0):
+        call = calls[other]
+        if room == M or not _read_call(peers[other], priority, call):
+            continue
+        is_alike = call[0] == calls[n, 0] and call[1] == calls[n, 1] and call[6] == calls[n, 6]
+        if is_alike and _fits(peers[other], call) and pairs + call[3] <= peers[n, 7]:
+            members[M], M, pairs = other, M + 1, pairs + call[3]
+    return M
+
+
+@compiled
+def _reply(n: int, area: int, call: Any, status: int, start_ns: int, record: Any) -> Any:
+    """Answer a call and record it; return the time."""
+    done_ns = now_ns()
+    answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
+    answer[0], answer[1] = status, done_ns
+    record[0], record[1], record[2], record[3] = n, call[4], call[5], call[1]
+    record[4], record[5] = call[2], call[3]
+    record[6] = carray(int64_at(area + _SENT), (1,))[0]
+    record[7], record[8] = start_ns, done_ns
+    atomic_write(area + REPLY, call[CALL_FIELDS])
+    syscall(FUTEX, area + REPLY, _WAKE_SHARED, 1, 0)
+    return done_ns
 
 
 @compiled
@@ -345,39 +432,33 @@ def serve_calls(
     """Serve calls of priority classes up to `priority`; return how many were served.
 
     Returns after wait_ms without a call, at any other event of the epoll descriptor, if `room`
-    calls were served, or SERVED_AT_ONCE_NS after the first. peers: int64 [count, PEER_FIELDS].
+    calls were served, or SERVED_AT_ONCE_NS after the first. Waiting calls of one layer and class
+    are computed together; their records have the same start. peers: int64 [count, PEER_FIELDS].
     tables: int64 [generations, 3]: number, address of EXPERT_FIELDS of each layer, layers.
     records: int64 [room, RECORD_FIELDS], written per call.
     """
     peer_NF = carray(int64_at(peers), (count, PEER_FIELDS))
     record_NF = carray(int64_at(records), (room, RECORD_FIELDS))
     events = np.empty(_EVENTS * _EVENT_BYTES, np.int8)
-    call = np.empty(CALL_FIELDS, np.int64)
-    served, since_ns, spin_until_ns = 0, 0, now_ns() + spin_ns
+    calls, args = np.empty((count, CALL_FIELDS + 1), np.int64), np.empty(EXPERT_FIELDS, np.int64)
+    members, served, since_ns, spin_until_ns = np.empty(count, np.int64), 0, 0, now_ns() + spin_ns
     while True:
         is_idle = True
         for n in range(count):
-            area = peer_NF[n, 0]
-            number = atomic_read(area + REQUEST)
-            given = carray(int64_at(area + _CALL), (CALL_FIELDS,))
-            for i in range(CALL_FIELDS):
-                call[i] = given[i]
-            if number == atomic_read(area + REPLY) or call[6] > priority:
+            if not _read_call(peer_NF[n], priority, calls[n]):
                 continue
-            is_idle, start_ns = False, now_ns()
+            is_idle, start_ns, status = False, now_ns(), DECLINED
             since_ns = since_ns or start_ns
-            status = _serve(pool, peers + n * PEER_FIELDS * 8, tables, generations, call)
-            done_ns = now_ns()
-            answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
-            answer[0], answer[1] = status, done_ns
-            record = record_NF[served]
-            record[0], record[1], record[2], record[3] = n, call[4], call[5], call[1]
-            record[4], record[5] = call[2], call[3]
-            record[6] = carray(int64_at(area + _SENT), (1,))[0]
-            record[7], record[8] = start_ns, done_ns
-            atomic_write(area + REPLY, number)
-            syscall(FUTEX, area + REPLY, _WAKE_SHARED, 1, 0)
-            served += 1
+            M = _find_members(peer_NF, calls, n, priority, room - served, members)
+            if _fits(peer_NF[n], calls[n]) and _find_experts(tables, generations, calls[n], args):
+                if M == 1:
+                    status = _serve(pool, peer_NF[n], calls[n], args)
+                else:
+                    status = _serve_merged(pool, peer_NF, calls, members[:M], args)
+            for member in members[:M]:
+                area, record = peer_NF[member, 0], record_NF[served]
+                done_ns = _reply(member, area, calls[member], status, start_ns, record)
+                served += 1
             spin_until_ns = done_ns + spin_ns
             if served == room or done_ns - since_ns > SERVED_AT_ONCE_NS:
                 return served
@@ -394,7 +475,7 @@ def serve_calls(
             if found == 0 and is_awake:
                 yield_core()
             elif found <= 0 or _are_idle(peer_NF, count):
-                events[0] = call[0] = 0  # they live until here
+                events[0] = args[0] = 0  # they live until here
                 return served
 
 

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -219,16 +220,20 @@ class ExpertServer:
         keys = [*self._queues, *(call.key for call in self._running.values())]
         priority = min((key.priority for key in keys), default=int(Priority.BE))
         name, timeline, end_s = self._endpoint.name, self._timeline, self._clock()
-        for call in calls.serve(priority, 0.0 if keys else timeout_s):
-            numbers = call.batch, call.layer, call.micro_batch, 0, call.rows
-            peers = ((call.peer, call.batch),)
-            timeline.add(TaskSpan(name, Stage.WAIT, end_s, call.start_s))
-            timeline.record_wait(end_s, call.start_s, [(call.sent_s, call.start_s)])
-            transfer = f"{call.peer}>{name}"
-            timeline.add(TaskSpan(transfer, Stage.A2E, call.sent_s, call.start_s, *numbers))
-            timeline.add(TaskSpan(name, Stage.EXPERT, call.start_s, call.done_s, *numbers, peers))
-            timeline.add(TaskSpan(name, Stage.SEND, call.done_s, call.done_s, *numbers, peers))
-            end_s = call.done_s
+        served = calls.serve(priority, 0.0 if keys else timeout_s)
+        for start_s, alike in itertools.groupby(served, attrgetter("start_s")):  # merged calls
+            members = list(alike)
+            timeline.add(TaskSpan(name, Stage.WAIT, end_s, start_s))
+            timeline.record_wait(end_s, start_s, [(call.sent_s, start_s) for call in members])
+            for call in members:
+                numbers = call.batch, call.layer, call.micro_batch, 0, call.rows
+                transfer = f"{call.peer}>{name}"
+                timeline.add(TaskSpan(transfer, Stage.A2E, call.sent_s, start_s, *numbers))
+            first, rows, end_s = members[0], sum(call.rows for call in members), members[-1].done_s
+            numbers = first.batch, first.layer, first.micro_batch, 0, rows
+            peers = tuple((call.peer, call.batch) for call in members)
+            timeline.add(TaskSpan(name, Stage.EXPERT, start_s, first.done_s, *numbers, peers))
+            timeline.add(TaskSpan(name, Stage.SEND, first.done_s, end_s, *numbers, peers))
 
     def _poll(self, timeout_s: float) -> list[ChannelEvent]:
         if (self._queues or self._running) and not self._lacks_experts:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from actors.moe import direct_calls
-from actors.moe.direct_calls import CallServer, RemoteLayerDecoder
+from actors.moe.direct_calls import CallServer, RemoteLayerDecoder, _expert_table, area_layout
 from actors.ranks.rank import Rank
 from contracts.messages import Tokens
 from contracts.ranks import Group
 from kernels.direct_calls import (
     DECLINED,
+    DONE,
     PEER_FIELDS,
     RECORD_FIELDS,
     REPLY,
@@ -24,8 +27,12 @@ from kernels.direct_calls import (
     AreaLayout,
     serve_calls,
 )
+from kernels.experts import RUN_PAIRS
 from kernels.thread_pool import shared_pool
+from models.decoder.layer_decoder import most_rows
+from models.experts.expert_half import ExpertHalf
 from models.spec.model import read_spec
+from models.weights.checkpoint import Checkpoint
 from tests.support.group_harness import (
     RankConnection,
     ThreadGroup,
@@ -168,6 +175,102 @@ def test_a_late_or_declined_call_is_replaced_by_packets(
             calls = expert.loop.server._experts.calls  # type: ignore[attr-defined]
             calls._generations[:, 0] += 1
         assert streams(client) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_attention_ranks_call_at_once(tiny_checkpoint: Checkpoints, family: str) -> None:
+    folder = tiny_checkpoint(family)
+    config = group_config(2, 2, kv={"prefix_cache": False})
+    found = []
+    for is_direct in (True, False):
+        with (
+            ThreadGroup(folder, config) as group,
+            group.client(0) as one,
+            group.client(1) as other,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            decoders = [decoder_of(worker) for worker in group.attention]
+            for decoder in decoders if not is_direct else ():
+                decoder._most_rows = 0
+            answers = list(threads.map(streams, [one, other]))
+            counts = [decoder._parts.counts for decoder in decoders]
+            found.append((answers, [(each.tokens, each.pairs_R) for each in counts]))
+            for worker in group.attention:
+                assert not is_direct or max(calls_of(worker)) > 40
+    assert found[0] == found[1]
+
+
+class CallsOfLayer:
+    """Areas of callers with calls of an expert half."""
+
+    def __init__(self, half: ExpertHalf, dtype: torch.dtype, callers: int) -> None:
+        spec, self._layout = half.spec, area_layout(half.spec)
+        self._half, self._dtype, self._table = half, dtype, _expert_table(half)
+        self._callers = callers
+        self.words = np.zeros((callers, self._layout.num_bytes // 8), np.int64)
+        places = [self._layout.place(words.ctypes.data) for words in self.words]
+        self._peers = np.array([(*place, most_rows(spec), RUN_PAIRS) for place in places])
+        self._records = np.zeros((callers, RECORD_FIELDS), np.int64)
+
+    def part(self, caller: int, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of a caller's area."""
+        memory = torch.from_numpy(self.words[caller]).view(torch.uint8)
+        return memory[getattr(self._layout, name) :][: count * dtype.itemsize].view(dtype)
+
+    def fill(self, caller: int, layer: int, rows: int) -> None:
+        """Write a call of random rows, of two experts each."""
+        spec, dtype = self._half.spec, self._dtype
+        x = torch.randn(rows * spec.hidden_size).to(dtype)
+        experts = torch.stack([torch.randperm(spec.num_experts)[:2] for _ in range(rows)])
+        sorted_N = experts.flatten().argsort(stable=True)
+        self.part(caller, "x", len(x), dtype).copy_(x)
+        self.part(caller, "rows", 2 * rows, torch.int64).copy_(sorted_N // 2)
+        self.part(caller, "weights", 2 * rows, torch.float32).copy_(torch.rand(2 * rows))
+        counts = experts.flatten().bincount(minlength=spec.num_experts)
+        self.part(caller, "counts", spec.num_experts, torch.int64).copy_(counts)
+        self.words[caller, 24:28] = 0, layer, rows, 2 * rows
+
+    def serve(self, *callers: int) -> list[tuple[bytes, int, int]]:
+        """Return the output of each call, its status, and when it was started."""
+        self.words[list(callers), REQUEST // 8] += 1
+        tables = np.array([[0, self._table.ctypes.data, len(self._table)]])
+        served = serve_calls(
+            shared_pool(), self._peers.ctypes.data, self._callers, tables.ctypes.data, 1, 1, -1, 0,
+            0, self._records.ctypes.data, self._callers,
+        )  # fmt: skip
+        assert sorted(self._records[:served, 0].tolist()) == list(callers)
+        started = dict(self._records[:served, [0, 7]].tolist())
+        found = []
+        for caller in callers:
+            rows = int(self.words[caller, 26])
+            y = self.part(caller, "y", rows * self._half.spec.hidden_size, self._dtype)
+            output = bytes(y.view(torch.uint8).tolist())
+            found.append((output, int(self.words[caller, 32]), started[caller]))
+            y.zero_()
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_waiting_calls_of_a_layer_are_computed_together(
+    tiny_checkpoint: Checkpoints, dtype: torch.dtype
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    half = ExpertHalf.load(Checkpoint(folder), spec, range(spec.num_experts), dtype=dtype)
+    calls = CallsOfLayer(half, dtype, 4)
+    for caller, (layer, rows) in enumerate([(1, 1), (2, 3), (1, 5), (1, 2)]):
+        calls.fill(caller, layer, rows)
+    alone = [calls.serve(caller)[0] for caller in range(4)]
+    together = calls.serve(0, 1, 2, 3)
+    assert [each[:2] for each in together] == [each[:2] for each in alone]
+    assert {each[1] for each in alone} == {DONE}
+    starts = [each[2] for each in together]
+    assert len({starts[0], starts[2], starts[3]}) == 1
+    assert starts[1] != starts[0]
+    calls.part(2, "rows", 1, torch.int64).fill_(5)  # outside of the call's rows
+    assert [each[1] for each in calls.serve(0, 1, 2)] == [DECLINED, DONE, DECLINED]
+    calls.words[2, 26] = 0
+    assert [each[1] for each in calls.serve(0, 2, 3)] == [DONE, DECLINED, DONE]
 
 
 @pytest.fixture

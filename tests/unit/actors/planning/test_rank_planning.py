@@ -250,23 +250,23 @@ def test_trial_runs_a_few_batches_which_are_all_reported() -> None:
     def answer(query: PlanRequest) -> PlanResponse:
         return msgspec.structs.replace(always(Plan())(query), trial=trial)
 
-    def knows_next(rank: Rank) -> bool:
-        rank.planning.request_upcoming()
-        return all(bucket_of(each) in rank.link.plans for each in rank.scheduler.upcoming())
+    def knows_next() -> bool:
+        made.planning.request_upcoming()
+        return all(bucket_of(each) in made.link.plans for each in made.scheduler.upcoming())
 
-    with closing(Rank(report_interval_s=3600)) as rank, planned(rank, answer) as planner:
+    with closing(Rank(report_interval_s=3600)) as made, planned(made, answer) as planner:
         seen = []
         for _ in range(4):
-            rank.submit(1)
+            made.submit(1)
         for number in range(3 + 2 * TRIAL_REPORTS):
-            batch, plan = rank.form()
+            batch, plan = made.form()
             seen.append(plan.r1)
             for stage in (Stage.ATTENTION, Stage.SEND):
                 for part in range(plan.r1):
                     task = "attention-0", stage, number, number + 1, batch.number, 0, part
-                    rank.planning.observe(TaskSpan(*task))
-            rank.run(batch)
-            until(lambda: knows_next(rank))
+                    made.planning.observe(TaskSpan(*task))
+            made.run(batch)
+            until(knows_next)
         while len(reports) < TRIAL_REPORTS:
             message = planner.received.get(timeout=DEADLINE_S)
             if isinstance(message, BatchReport):
