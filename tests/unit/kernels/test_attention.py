@@ -31,6 +31,7 @@ def run_ragged(
     *,
     window: int | None,
     share: int = 2,
+    value_dim: int = 8,
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
     short_together: bool = False,
@@ -41,7 +42,9 @@ def run_ragged(
     G, d, scale = 2, 8, 0.3
     T = sum(count for count, _, _ in shapes)
     total = sum(count + start for count, start, _ in shapes)
-    k_pool, v_pool = (torch.randn(total + 3, G, d, generator=generator).to(dtype) for _ in "kv")
+    k_pool, v_pool = (
+        torch.randn(total + 3, G, size, generator=generator).to(dtype) for size in (d, value_dim)
+    )
     q_THd = torch.randn(T, G * share, d, generator=generator).to(dtype)
     shuffled = torch.randperm(total, generator=generator) + 3
     sequences, new_slots, used, first = [], [], 0, 0
@@ -92,9 +95,15 @@ def run_ragged(
     st.integers(1, 3),
     st.sampled_from(["plain", "sinks", "groups", "filled groups", "tiles"]),
     st.sampled_from([0, 1, 5, 256]),
+    st.sampled_from([8, 8, 5, 11]),
 )
 def test_any_ragged_batch_equals_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None, share: int, way: str, queries: int
+    shapes: list[tuple[int, int, bool]],
+    window: int | None,
+    share: int,
+    way: str,
+    queries: int,
+    value_dim: int,
 ) -> None:
     """queries: of a compiled entry; 0: torch."""
     grouped, sinks = "groups" in way, way == "sinks"
@@ -107,6 +116,7 @@ def test_any_ragged_batch_equals_reference(
             shapes,
             window=window,
             share=share,
+            value_dim=8 if grouped else value_dim,
             sinks=sinks,
             short_together=grouped,
             is_compiled=queries > 0,
