@@ -34,6 +34,7 @@ def run_ragged(
     seen: Seen,
     *,
     share: int = 2,
+    value_dim: int = 8,
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
     is_compiled: bool = False,
@@ -42,7 +43,8 @@ def run_ragged(
     generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
     G, d, scale, laid = 2, 8, 0.3, layout(shapes)
     k_pool, v_pool = (
-        torch.randn(laid.pool_slots, G, d, generator=generator).to(dtype) for _ in "kv"
+        torch.randn(laid.pool_slots, G, size, generator=generator).to(dtype)
+        for size in (d, value_dim)
     )
     T = sum(count for count, _ in shapes)
     q_THd = torch.randn(T, G * share, d, generator=generator).to(dtype)
@@ -81,6 +83,7 @@ def run_ragged(
     st.sampled_from([0, 1, 5, 256]),
     st.booleans(),
     st.sampled_from([3, 7, 512]),
+    st.sampled_from([8, 8, 5, 11]),
 )
 def test_any_ragged_batch_equals_reference(
     shapes: list[tuple[int, int]],
@@ -90,12 +93,14 @@ def test_any_ragged_batch_equals_reference(
     queries: int,
     chunked: bool,
     keys: int,
+    value_dim: int,
 ) -> None:
     """queries: of a compiled entry; 0: on a device. keys: of a split there."""
     seen = Seen(window, chunked and window > 0 and not queries, keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_ENTRY_QUERIES", queries or 256)
-        worst = run_ragged(shapes, seen, share=share, sinks=sinks, is_compiled=queries > 0)
+        kinds: Any = {"share": share, "value_dim": value_dim, "sinks": sinks}
+        worst = run_ragged(shapes, seen, **kinds, is_compiled=queries > 0)
     assert worst < 2e-6
 
 
