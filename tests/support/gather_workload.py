@@ -411,7 +411,7 @@ class GatherWorld:
 
     def _is_idle(self) -> bool:
         """Return whether all workers have ended and copied ahead what they can."""
-        copied = [store for store in self._stores if len(store._filled) == 2]
+        copied = [store for store in self._stores if not store._free and store._copying is None]
         return len(copied) == self.work.workers - self.work.dies
 
     def _compute(self, store: Any, layer: int, host: Host) -> None:
