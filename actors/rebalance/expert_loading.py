@@ -11,6 +11,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from actors.channels.cuda import new_stream, wait_for_stream
 from actors.channels.local_process import boot_id
 from actors.moe.rank_experts import ResidentExperts
 from contracts.clock import Clock, monotonic_s
@@ -128,8 +129,25 @@ class RateLimiter:
             raise StoppedError
 
 
+class DeviceCopies:
+    """Copies of one thread to a GPU, through pinned memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, new_stream(device)
+
+    def copy(self, stored: Tensor, out: Tensor) -> None:
+        """Queue a copy. `out`: allocated on the current stream, whose compute may still use it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            out.copy_(stored.to(out.dtype).pin_memory(), non_blocking=True)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for all copies. Raises ChannelError."""
+        wait_for_stream(self._stream, timeout_s, "copy of experts to the GPU")
+
+
 class PacedLoader(Loader):
-    """Copies in pieces at a limited rate."""
+    """Copies in pieces at a limited rate. on_device: to a GPU."""
 
     def __init__(
         self,
@@ -138,17 +156,22 @@ class PacedLoader(Loader):
         limiter: RateLimiter,
         *,
         keeps_stored: bool,
+        on_device: DeviceCopies | None = None,
     ) -> None:
         super().__init__(
             checkpoint, layout.dtype, layout.device, None, 0, keeps_stored=keeps_stored
         )
-        self._limiter = limiter
+        self._limiter, self._on_device = limiter, on_device
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
         rows = max(1, _PIECE_BYTES * len(out) // max(1, out.nbytes)) if out.ndim else 1
         for first in range(0, len(out), rows):
-            piece = out[first : first + rows]
-            super().copy(stored[first : first + rows], piece)
+            piece, part = out[first : first + rows], stored[first : first + rows]
+            if self._on_device is None:
+                super().copy(part, piece)
+            else:
+                self._on_device.copy(part, piece)
+                self.count(piece.nbytes)
 
     def count(self, num_bytes: int) -> None:
         self._limiter.acquire(num_bytes)
@@ -244,6 +267,8 @@ class _LoadTask:
         self._urgent = parts._urgent
         self._placement, self._stopped, self._loaded = placement, stopped, parts._loaded
         self._checkpoint: Checkpoint | None = None
+        device = self._layout.device
+        self._on_device = DeviceCopies(device) if device.type == "cuda" else None
 
     def run(
         self, before: threading.Thread | None, done: Callable[[LoadResult[ExpertHalf]], None]
@@ -275,7 +300,11 @@ class _LoadTask:
                 f"{wanted_bytes} bytes of experts exceed the {available_bytes()} bytes of free "
                 "memory: free some on its node, or lower placement.max_move_bytes"
             )
-        received = {key: self._load_expert(key, limiter) for key in keys}
+        try:
+            received = {key: self._load_expert(key, limiter) for key in keys}
+        finally:  # memory is freed, or used by the compute
+            if self._on_device is not None:
+                self._on_device.finish(self._spec.config.placement.move_timeout_s)
         if self._checkpoint is not None:
             self._check_same()  # the files were not replaced meanwhile
         return assemble_half(self._half, ids_of, received)
@@ -285,7 +314,13 @@ class _LoadTask:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
             self._check_same()
         keeps_stored = self._spec.config.experts.keeps_stored
-        loader = PacedLoader(self._checkpoint, self._layout, limiter, keeps_stored=keeps_stored)
+        loader = PacedLoader(
+            self._checkpoint,
+            self._layout,
+            limiter,
+            keeps_stored=keeps_stored,
+            on_device=self._on_device,
+        )
         layer, expert = key
         read = load_separately(self._checkpoint, self._layout.spec, layer, [expert], loader)
         self._checkpoint.release()

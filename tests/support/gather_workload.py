@@ -66,7 +66,7 @@ class GatherWork(NamedTuple):
     dies: bool = False
 
 
-class _Spec(msgspec.Struct, frozen=True):
+class SmallSpec(msgspec.Struct, frozen=True):
     moe_layers: tuple[int, ...]
     num_experts: int
     hidden_size: int
@@ -273,9 +273,9 @@ class _Process:
     def close(self) -> None: ...
 
 
-_THREADS = SimpleNamespace(Thread=_Thread, Lock=_Lock, Condition=_Condition, Event=_Event)
+THREADS = SimpleNamespace(Thread=_Thread, Lock=_Lock, Condition=_Condition, Event=_Event)
 _NAMES = {
-    "threading": _THREADS,
+    "threading": THREADS,
     "monotonic_s": _now_s,
     "time": SimpleNamespace(sleep=lambda seconds: model().host.pause(1e6 * seconds)),
     "select": SimpleNamespace(
@@ -289,8 +289,13 @@ _NAMES = {
 
 def gather_code(file: str = "", old: str = "", new: str = "") -> dict[str, ModuleType]:
     """Modules of the gather that run on the model, with `old` of a file replaced."""
+    return code_of(CHAIN, file, old, new)
+
+
+def code_of(chain: Sequence[ModuleType], file: str, old: str, new: str) -> dict[str, ModuleType]:
+    """Modules, each with those before it, whose threads, sockets and clock are the model's."""
     made: dict[str, ModuleType] = {}
-    for module in CHAIN:
+    for module in chain:
         path = Path(str(module.__file__))
         text = path.read_text(encoding="utf-8")
         if file.endswith(f"/{path.name}"):
@@ -332,7 +337,7 @@ class GatherWorld:
         self.names = [f"prefill-{rank}" for rank in range(work.workers)]
         self.experts = 2 * work.workers
         layers = tuple(range(work.layers))
-        self.spec = _Spec(layers, self.experts, work.width, work.width)
+        self.spec = SmallSpec(layers, self.experts, work.width, work.width)
         self.placement = contiguous(
             self.experts, work.workers, num_layers=work.layers, moe_layers=layers
         )
@@ -406,7 +411,7 @@ class GatherWorld:
 
     def _is_idle(self) -> bool:
         """Return whether all workers have ended and copied ahead what they can."""
-        copied = [store for store in self._stores if len(store._filled) == 2]
+        copied = [store for store in self._stores if not store._free and store._copying is None]
         return len(copied) == self.work.workers - self.work.dies
 
     def _compute(self, store: Any, layer: int, host: Host) -> None:
@@ -436,6 +441,9 @@ class GatherWorld:
     def _die(self, source: Any, host: Host) -> None:
         """End like a killed process: its memory is freed, then its connections end."""
         host.pause(host.model.dice.uniform(0.0, 3000.0))
+        source.shard._source = SimpleNamespace(
+            copy_part=lambda *_: None
+        )  # it fills no slot any more
         self.ending.add(host.name)
         for slot in source.shard.slots.pieces:
             for piece in slot:

@@ -14,6 +14,7 @@ from actors.channels import cuda, ipc, nccl
 from tests.support.channel_workload import PIPELINES, Overlap, Workload, World, overlap
 from tests.support.cuda_model import ModelError
 from tests.support.gather_workload import gather_code, gather_symptom
+from tests.support.moving_workload import moving_code, moving_symptom
 
 BUGS = Path(__file__).with_name("device_bugs.json")
 REQUIRED_OVERLAP = 0.95  # of the plan's
@@ -28,7 +29,7 @@ class DeviceBug(msgspec.Struct, frozen=True):
     file: str
     old: str
     new: str
-    code: Literal["channels", "gather"] = "channels"
+    code: Literal["channels", "gather", "moves"] = "channels"
 
 
 class Case(NamedTuple):
@@ -119,6 +120,8 @@ def found(bug: DeviceBug, seeds: range) -> str:
     """The symptom of a planted bug, or "" if no run shows one."""
     if bug.code == "gather":
         return gather_symptom(gather_code(bug.file, bug.old, bug.new), seeds)
+    if bug.code == "moves":
+        return moving_symptom(moving_code(bug.file, bug.old, bug.new), seeds)
     for backend in backends_of(bug):
         if result := symptom(planted(bug, backend), seeds):
             return result

@@ -32,6 +32,7 @@ from tests.support.gather_workload import (
     gather_code,
     hidden_share,
 )
+from tests.support.moving_workload import moving_code, moving_symptom
 from tests.support.planted_device_bugs import device_bugs, found, is_overlapped
 
 BACKENDS = (nccl, ipc)
@@ -183,6 +184,10 @@ def test_any_gather_ends_with_its_experts_and_without_a_race(
 ) -> None:
     dies = dies and work.workers > 1
     GatherWorld(work._replace(dies=dies), gather_code()).run(seed)
+
+
+def test_moved_experts_are_loaded_beside_compute_and_without_a_race() -> None:
+    assert not moving_symptom(moving_code(), range(10))
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
