@@ -9,12 +9,14 @@ S splits, K keys of a split, N = T * R.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from kernels.flashinfer_attention import kind_of
 from kernels.fused_ops import fused_kernels, import_checked
 from kernels.packed_attention import SequenceRows
 from kernels.pages import PagedPart, Pages, Seen, plan_paged
@@ -35,6 +37,10 @@ def attend_paged(
 
     A row of q is contiguous.
     """
+    library = library_attention(q_THd, kind_of(q_THd, out_THv.shape[2], sinks_H))
+    if library is not None and library.supports(q_THd, out_THv.shape[2], part):
+        library.attend(q_THd, k_pool_PGd, v_pool_PGd, part, out_THv, scale, sinks_H)
+        return
     own = attention_kernels(q_THd)
     if own is None:
         _attend_by_torch(q_THd, k_pool_PGd, v_pool_PGd, part, out_THv, scale, sinks_H)
@@ -156,6 +162,20 @@ class _Sum:
         return self._sums * kept / (self._total * kept + (sinks_GN1 - largest).exp_())
 
 
+def library_attention(x: Tensor, kind: str) -> ModuleType | None:
+    """Return kernels/flashinfer_attention.py if FlashInfer has `kind` here, or None."""
+    is_installed = importlib.util.find_spec("flashinfer") is not None
+    return _library_attention(kind) if is_installed and fused_kernels(x) is not None else None
+
+
+@functools.cache
+def _library_attention(kind: str) -> ModuleType | None:
+    def check(library: ModuleType) -> None:
+        _compare(library.attend, kind, torch.device("cuda"))
+
+    return import_checked("kernels.flashinfer_attention", check)
+
+
 def attention_kernels(x: Tensor) -> ModuleType | None:
     """Return kernels/triton_attention.py if it supports tensors such as `x`, or None."""
     return None if fused_kernels(x) is None else _attention_kernels()
@@ -167,19 +187,25 @@ def _attention_kernels() -> ModuleType | None:
 
 
 def _check(kernels: ModuleType) -> None:
+    for kind in ("plain", "sinks", "latent"):
+        _compare(functools.partial(_attend_by_triton, kernels), kind, torch.device("cuda"))
+
+
+def _compare(attend: Callable[..., None], kind: str, device: torch.device) -> None:
     """Raise AssertionError if a result differs from that of torch's operations."""
-    device, G, d, blocks = torch.device("cuda"), 2, 64, 80
+    G, d, v, blocks = (1, 576, 512, 80) if kind == "latent" else (2, 64, 64, 80)
     k_PGd, v_PGd, q_THd = (
         torch.randn(rows, heads, d, device=device).bfloat16()
         for rows, heads in ((16 * blocks, G), (16 * blocks, G), (6, 4 * G))
     )
+    v_PGd = k_PGd if kind == "latent" else v_PGd
     order = torch.randperm(blocks, device=device).int()
     pages = Pages(torch.stack((order, order.flip(0))), 16)
-    rows = SequenceRows(0, 1, 1200, slice(0, 0)), SequenceRows(1, 5, 40, slice(0, 0))
-    for seen in (Seen(), Seen(window=33), Seen(window=600)):
-        found, expected = torch.empty_like(q_THd), torch.empty_like(q_THd)
+    rows = SequenceRows(0, 1, 1200), SequenceRows(1, 5, 40)
+    sinks_H = q_THd[0, :, 0].contiguous() if kind == "sinks" else None
+    for seen in (Seen(),) if kind == "latent" else (Seen(), Seen(window=33), Seen(window=600)):
+        found, expected = (q_THd.new_zeros(6, 4 * G, v) for _ in range(2))
         for part in plan_paged(list(enumerate(rows)), pages, seen, 4, device).parts:
-            sinks_H = q_THd[0, :, 0].contiguous()
-            _attend_by_triton(kernels, q_THd, k_PGd, v_PGd, part, found, 0.1, sinks_H)
+            attend(q_THd, k_PGd, v_PGd, part, found, 0.1, sinks_H)
             _attend_by_torch(q_THd, k_PGd, v_PGd, part, expected, 0.1, sinks_H)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)

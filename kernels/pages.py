@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ class PagedPart:
 
     tiles int32 [N, TILE_COLUMNS]: first row, rows, position of the first row, sequence, and the
     place of its first split's result, -1 if it has one split. longest: splits of a tile. splits: S.
+    planned: what a library has planned, by kind of attention.
     """
 
     tiles: Tensor
@@ -71,6 +72,7 @@ class PagedPart:
     tile_rows: int
     longest: int
     splits: int
+    planned: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class PagedPlan(NamedTuple):

@@ -154,7 +154,7 @@ def _refusal(half: AttentionHalf) -> str:
 
 
 class _StaticTensors:
-    """What the graphs of a size read and write.
+    """Tensors that the graphs of a size read and write.
 
     routed: outputs of each layer with experts; layers share them.
     """

@@ -1,5 +1,6 @@
 """Checks of this machine and a configuration for `tandem doctor`."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -119,7 +120,10 @@ def check_gpu_compiler(environment: Mapping[str, str]) -> Finding:
         missing = "no C compiler" if compiler is None else "no triton"
         advice = "install gcc and the extra cuda12 or cuda13: torch's kernels are slower"
         return Finding("gpu kernels", "error", missing, advice)
-    return Finding("gpu kernels", "ok", f"triton with {compiler}")
+    found = f"triton with {compiler}"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found += f"; attention by FlashInfer {importlib.metadata.version('flashinfer-python')}"
+    return Finding("gpu kernels", "ok", found)
 
 
 def check_gpu_environment(environment: Mapping[str, str]) -> Finding:
