@@ -1,9 +1,9 @@
 """Products with weights, x @ weight.T + bias.
 
 On the CPU weights of float32 and bfloat16 are kept in panels (kernels/panels.py), or in oneDNN's
-layout where the processor has matrix units for their dtype. torch's own `linear` is slower: it uses
-MKL, which uses half the vector width on other vendors' processors, and reorders bfloat16 weights at
-every call. With either layout a row's bits do not depend on the rows beside it.
+layout where matrix units make it faster (kernels/matrix_units.py). torch's own `linear` is slower:
+it uses MKL, which uses half the vector width on other vendors' processors, and reorders bfloat16
+weights at every call. With either layout a row's bits do not depend on the rows beside it.
 
 oneDNN compiles a product for each number of rows (0.4 ms, 0.4 MB) and keeps the latest 1,024 (ranks
 set fewer), so numbers between 16 and 512 are rounded up here.
@@ -26,13 +26,14 @@ from kernels import (
     attention_ops,
     delta_rule,
     direct_calls,
+    matrix_units,
     panels,
     row_ops,
     thread_pool,
     token_selection,
 )
-from kernels.compiled import LANES, compile_on_disk, processor_has
-from kernels.stored import StoredWeight
+from kernels.compiled import LANES, code_folder, compile_on_disk, processor_has
+from kernels.stored import Storage, StoredWeight
 from kernels.thread_pool import shared_pool
 
 Product = Callable[[Tensor], Tensor]
@@ -97,8 +98,7 @@ class PackedLinear:
             compile_kernels()
             self._weight = panels.pack_panels(weight_NK)
         elif self._product is _onednn:
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._weight = reorder(weight_NK, _PACK_FOR_ROWS)
+            self._weight = _reordered(weight_NK)
 
     @staticmethod
     def of_panels(weight: StoredWeight, dtype: torch.dtype, bias_N: Tensor | None) -> PackedLinear:
@@ -143,12 +143,9 @@ class PackedLinear:
         """Return [T, N] in x's dtype, which must be the weight's."""
         if self.kind is not None:
             return self._multiply(x_TK.contiguous(), self.kind)
-        rows = x_TK.shape[0]
-        spare = _missing(rows)
-        if spare == 0 or self._product is not _onednn:
-            return self._product(x_TK, self._weight, self._bias)
-        padded = functional.pad(x_TK, (0, 0, 0, spare))
-        return self._product(padded, self._weight, self._bias)[:rows]
+        if self._product is _onednn:
+            return _padded_onednn(x_TK, self._weight, self._bias)
+        return self._product(x_TK, self._weight, self._bias)
 
     def _multiply(self, x_TK: Tensor, kind: int) -> Tensor:
         (N, K), T = self.shape, x_TK.shape[0]
@@ -267,6 +264,18 @@ def _onednn(x_TK: Tensor, weight: Tensor, bias_N: Tensor | None) -> Tensor:
     return out
 
 
+def _padded_onednn(x_TK: Tensor, weight: Tensor, bias_N: Tensor | None) -> Tensor:
+    rows = x_TK.shape[0]
+    spare = _missing(rows)
+    padded = functional.pad(x_TK, (0, 0, 0, spare)) if spare else x_TK
+    return _onednn(padded, weight, bias_N)[:rows]
+
+
+def _reordered(weight_NK: Tensor) -> Tensor:
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, _PACK_FOR_ROWS)
+    return reordered
+
+
 def _product_of(weight_NK: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     if weight_NK.device.type == "cpu" and _ONEDNN.get(weight_NK.dtype, False):
         return _onednn
@@ -288,10 +297,28 @@ _ONEDNN = _usable()
 
 def _kind(dtype: torch.dtype, device: torch.device) -> int | None:
     """Return the kind of products with panels of numbers of a dtype, or None."""
-    if device.type != "cpu" or (dtype is torch.bfloat16 and _HAS_MATRIX_UNITS):
+    if device.type != "cpu" or uses_matrix_units(dtype):
         return None
     arithmetic = panels.arithmetic_of(dtype)
     return None if arithmetic is None else panels.kind_of(arithmetic)
 
 
-_HAS_MATRIX_UNITS = processor_has("amx-bf16") and _ONEDNN[torch.bfloat16]
+HAS_MATRIX_UNITS = processor_has("amx-bf16") and _ONEDNN[torch.bfloat16]
+
+
+@functools.cache
+def uses_matrix_units(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies weights of a dtype, measured with matrix units only."""
+    if dtype is not torch.bfloat16 or not HAS_MATRIX_UNITS:
+        return False
+    return matrix_units.decide(code_folder(), dtype, functools.partial(_onednn_is_better, dtype))
+
+
+def _onednn_is_better(dtype: torch.dtype) -> bool:
+    N, K = matrix_units.SHAPE
+    generator, rows = torch.Generator().manual_seed(0), max(matrix_units.ROWS)
+    weight_NK, x_TK = (torch.randn(n, K, generator=generator).to(dtype) for n in (N, rows))
+    stored = StoredWeight(panels.pack_panels(weight_NK), (N, K), Storage.PLAIN)
+    onednn = functools.partial(_padded_onednn, weight=_reordered(weight_NK), bias_N=None)
+    in_panels = PackedLinear.of_panels(stored, dtype, None)
+    return matrix_units.is_better(onednn, in_panels, x_TK)

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import experts, fused_ops, gpu_experts, row_ops
+from kernels import experts, fused_ops, gpu_experts, matrix_units, row_ops
+from kernels import linear as linear_module
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import (
     PackedLinear,
@@ -128,6 +129,51 @@ def test_stored_weights_give_the_bits_of_unpacked_ones(
         assert torch.equal(found, PackedLinear(weight.to(dtype), bias)(x))
     else:
         torch.testing.assert_close(found, PackedLinear(weight.to(dtype), bias)(x))
+
+
+@pytest.mark.parametrize(
+    ("onednn_s", "depends", "expected"),
+    [([1.0] * 9, False, True), ([1.0] * 8 + [2.0], False, False), ([1.0] * 9, True, False)],
+)
+def test_onednn_must_be_faster_for_every_number_of_rows_and_keep_bits(
+    monkeypatch: pytest.MonkeyPatch, onednn_s: list[float], depends: bool, expected: bool
+) -> None:
+    times = iter((onednn_s, [2.0] * 9))
+    monkeypatch.setattr(matrix_units, "times_s", lambda product, x: next(times))
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    found = matrix_units.is_better(lambda x: x + depends * (len(x) == 7), torch.neg, x)
+    assert found is expected
+
+
+def test_choice_of_onednn_is_measured_once_and_only_with_matrix_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, cpu = torch.bfloat16, torch.device("cpu")
+    answers: list[bool] = []
+    monkeypatch.setattr(linear_module, "code_folder", lambda: tmp_path)
+    monkeypatch.setattr(matrix_units, "is_better", lambda *_: answers.pop())
+    linear_module.uses_matrix_units.cache_clear()
+    try:
+        for has_units, measured, expected in (
+            (False, [], False),
+            (True, [True], True),
+            (True, [], True),  # another process reads what the first one kept
+            (False, [], False),
+        ):
+            answers[:] = measured
+            linear_module.uses_matrix_units.cache_clear()
+            monkeypatch.setattr(linear_module, "HAS_MATRIX_UNITS", has_units)
+            assert has_panels(dtype, cpu) is not expected
+            assert not answers, "measured"
+        linear_module.uses_matrix_units.cache_clear()
+        matrix_units._file(tmp_path, dtype).unlink()
+        monkeypatch.setattr(linear_module, "HAS_MATRIX_UNITS", True)
+        answers[:] = [False]
+        assert has_panels(dtype, cpu)
+        assert matrix_units.decided(tmp_path, dtype) is False
+        assert not matrix_units.decide(None, dtype, answers.pop)
+    finally:
+        linear_module.uses_matrix_units.cache_clear()
 
 
 def test_scales_and_weights_that_cannot_be_unpacked_are_refused() -> None:
