@@ -63,11 +63,11 @@ def budgets() -> list[Budget]:
         # modes of devices 900, channels and stage times 1,200, issue 34's families 700, states and
         # sparse attention 1,100, issue 35's locality 400, shared batches 1,180.
         # Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts and shared_batches 290
-        Budget("product: lines", _lines(PRODUCT), 79_420),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_100),
-        Budget("tests: lines", _lines(("tests",)), 53_450),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_950),
-        Budget("docs and README: words", _words(), 45_500),
+        Budget("product: lines", _lines(PRODUCT), 81_900),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_130),
+        Budget("tests: lines", _lines(("tests",)), 55_900),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 13_150),
+        Budget("docs and README: words", _words(), 46_150),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
