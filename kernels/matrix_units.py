@@ -1,4 +1,4 @@
-"""Whether oneDNN's products take the place of panels where a processor has matrix units.
+"""Choice between oneDNN's products and panels where a processor has matrix units.
 
 Measured once for each processor and version of the code: the first process that needs it keeps the
 answer beside the compiled code, and all others of the machine read it, so that ranks agree on bits.
@@ -52,8 +52,8 @@ def decide(folder: Path | None, dtype: torch.dtype, is_better: Callable[[], bool
 def is_better(onednn: Product, panels: Product, x_TK: Tensor) -> bool:
     """Return whether oneDNN's product is faster for every number of rows, with a row's own bits."""
     return _keeps_bits(onednn, x_TK) and all(
-        mine < other
-        for mine, other in zip(times_s(onednn, x_TK), times_s(panels, x_TK), strict=True)
+        first < second
+        for first, second in zip(times_s(onednn, x_TK), times_s(panels, x_TK), strict=True)
     )
 
 
