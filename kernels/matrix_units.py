@@ -1,4 +1,4 @@
-"""Choice between oneDNN's products and panels on processors with matrix units.
+"""Choice between oneDNN's products and panels where a processor has matrix units.
 
 Measured once for each processor and version of the code: the first process that needs it keeps the
 answer beside the compiled code, and all others of the machine read it, so that ranks agree on bits.

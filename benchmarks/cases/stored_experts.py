@@ -1,13 +1,17 @@
-"""Time of experts by the storage of their weights, for few rows each, variants in turns.
+"""Time of experts by the storage of their weights, for few rows each, and of whole decode steps.
 
-    python -m benchmarks stored_experts
+    python -m benchmarks stored_experts                (about 2 minutes)
+    python -m benchmarks stored_experts --processor haswell
 
-As in a decode step: every expert has its own weights, together larger than the caches.
+Variants run in turns. As in a decode step, every expert has its own weights, together larger than
+the caches. Decode steps are those of the medium model with random weights, in one process, each
+with other tokens. --processor haswell: compiled for AVX2, without instructions for bfloat16.
 """
 
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -15,12 +19,28 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import Case, Measured, Table
+from benchmarks.support.random_checkpoint import MEDIUM
+from benchmarks.support.random_in_memory import random_halves
+from kernels.compiled import processor_name
 from kernels.experts import panel_run
 from kernels.linear import ExpertLinears, PackedLinear
 from kernels.stored import Storage, StoredWeight, pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
+from models.decoder.attention import KvPool
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.layer_decoder import CallOwner, ResidentLayerDecoder
+from models.experts.expert_loading import ExpertLayer
 
 D, F, EXPERTS = 512, 256, 256
 ROWS = (1, 2, 4, 64)  # of an expert
+STREAMS, CONTEXT, BLOCK = (1, 16), 160, 16  # of decode steps; tokens
+STEPS = 4  # of a round
+HASWELL = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse2,+ssse3,+sse4.1,+sse4.2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 VARIANTS = [
     (Storage.PLAIN, FLOAT32),
@@ -40,13 +60,15 @@ class Experts(NamedTuple):
     down: ExpertLinears
 
 
-def _linears(storage: Storage, dtype: torch.dtype, N: int, K: int) -> ExpertLinears:
-    made = []
-    for _ in range(EXPERTS):
-        if storage is Storage.PLAIN:
-            made.append(PackedLinear(torch.randn(N, K).to(dtype)))
-        else:
-            made.append(PackedLinear.of_panels(_stored(storage, N, K), dtype, None))
+def _linears(
+    storage: Storage, dtype: torch.dtype, N: int, K: int, count: int = EXPERTS
+) -> ExpertLinears:
+    if storage is Storage.PLAIN:
+        weight_NK = torch.randn(N, K).to(dtype)
+        return ExpertLinears([PackedLinear(weight_NK) for _ in range(count)], None)
+    stored = _stored(storage, N, K)
+    copies = [stored._replace(panels=stored.panels.clone()) for _ in range(count)]
+    made = [PackedLinear.of_panels(each, dtype, None) for each in copies]
     return ExpertLinears(made, None)
 
 
@@ -63,11 +85,74 @@ def _stored(storage: Storage, N: int, K: int) -> StoredWeight:
     return pack_bfloat16(torch.randn(N, K).bfloat16())
 
 
+class Decoder:
+    """Decode steps of the medium model with experts of one storage."""
+
+    def __init__(self, storage: Storage, half: AttentionHalf) -> None:
+        spec, dtype = half.spec, half.dtype
+        D, F, E = spec.hidden_size, spec.expert_ffn_size, spec.num_experts
+        blocks = -(-(CONTEXT + 1) // BLOCK)
+        kv = KvPool(spec, blocks * max(STREAMS), BLOCK, dtype, half.device)
+        for layer in range(spec.num_layers):
+            for entries in kv.entries(layer):
+                entries.normal_()
+        layers = {
+            layer: ExpertLayer(
+                _linears(storage, dtype, 2 * F, D, E), _linears(storage, dtype, D, F, E)
+            )
+            for layer in spec.moe_layers
+        }
+        self._half, self._blocks = half, blocks
+        self._decoder = ResidentLayerDecoder(half, layers, torch.arange(E), kv)
+
+    def step(self, token_ids: list[int]) -> None:
+        half, each = self._half, self._blocks
+        rows = [
+            SequenceSlice([token], CONTEXT, range(n * each, (n + 1) * each))
+            for n, token in enumerate(token_ids)
+        ]
+        batch = AttentionBatch.build(rows, block_tokens=BLOCK, device=half.device)
+        hidden_TD = half.embed(batch)
+        whole, owner = (0, half.spec.num_layers), CallOwner(0, 0, 0)
+        self._decoder.run(whole, hidden_TD, batch, owner, is_alone=True)
+        half.logits(hidden_TD)
+
+
+def _name(storage: Storage, dtype: torch.dtype) -> str:
+    return f"{storage.name.lower()}, {str(dtype)[6:]} rows"
+
+
+def _decode(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of a decode step by number of streams and variant, round by round."""
+    device = torch.device("cpu")
+    halves = {dtype: random_halves(MEDIUM, dtype, device)[1] for dtype in (FLOAT32, BFLOAT16)}
+    decoders = {
+        _name(storage, dtype): Decoder(storage, halves[dtype]) for storage, dtype in VARIANTS
+    }
+    samples: dict[str, dict[str, list[float]]] = {}
+    with torch.inference_mode():
+        for streams in STREAMS:
+            times: dict[str, list[float]] = defaultdict(list)
+            for number in range(rounds + 1):  # the first round warms up
+                tokens = torch.randint(0, MEDIUM["vocab_size"], (STEPS, streams)).tolist()
+                for name, decoder in decoders.items():
+                    start_s = time.perf_counter()
+                    for token_ids in tokens:
+                        decoder.step(token_ids)
+                    if number:
+                        times[name].append((time.perf_counter() - start_s) / STEPS)
+            samples[f"decode of {streams}"] = dict(times)
+    return samples
+
+
 def measure(options: argparse.Namespace) -> Measured:
+    if options.processor and processor_name() != options.processor:
+        command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **HASWELL})
     torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
     variants = {
-        f"{storage.name.lower()}, {str(dtype)[6:]} rows": (
+        _name(storage, dtype): (
             Experts(_linears(storage, dtype, 2 * F, D), _linears(storage, dtype, D, F)),
             torch.randn(16, D).to(dtype),
         )
@@ -84,8 +169,17 @@ def measure(options: argparse.Namespace) -> Measured:
                 if number:
                     times[name].append(time.perf_counter() - start_s)
         samples[f"{rows}"] = dict(times)
+    del variants
+    samples |= _decode(options.rounds)
     summary = {rows: _medians(times) for rows, times in samples.items()}
-    return Measured(samples, summary, {"D": D, "F": F, "experts": EXPERTS})
+    settings = {
+        "D": D,
+        "F": F,
+        "experts": EXPERTS,
+        "context": CONTEXT,
+        "compiled": processor_name(),
+    }
+    return Measured(samples, summary, settings, f"_{options.processor}" * bool(options.processor))
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -108,12 +202,14 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         ]
         for name in names
     ]
-    columns = ["storage", *(f"{count} rows" for count in summary)]
-    return [Table("ms of all experts (speed beside float32), by rows of an expert", columns, rows)]
+    counts = (f"{count} rows" if count.isdigit() else count for count in summary)
+    title = "ms of all experts by rows of an expert, of a step by streams (speed beside float32)"
+    return [Table(title, ["storage", *counts], rows)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processor", choices=["haswell"], help="that code is compiled for")
 
 
 CASES = [

@@ -94,7 +94,7 @@ class OffloadedModel(NamedTuple):
 
 def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> RandomModel:
     """Tells on stdout how far it is: pages of the host take the longest."""
-    layout, attention = _halves(config, dtype, device)
+    layout, attention = random_halves(config, dtype, device)
     spec, held = layout.spec, dict[int, ExpertLayer]()
 
     def keep(layer: int, made: tuple[Tensor, ...]) -> None:
@@ -109,14 +109,15 @@ def random_offloaded(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> OffloadedModel:
     """The same without experts on the device."""
-    layout, attention = _halves(config, dtype, device)
+    layout, attention = random_halves(config, dtype, device)
     memory = _experts(layout, lambda layer, made: None)
     return OffloadedModel(layout, attention, memory, memory)
 
 
-def _halves(
+def random_halves(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[ExpertLayout, AttentionHalf]:
+    """Return the layout of experts, and the attention half, without experts."""
     spec = spec_from(ConfigFields(Path("random"), config))
     torch.manual_seed(0)
     loader = Loader(_RandomTensors(device, dtype), dtype, device, None, 0)
