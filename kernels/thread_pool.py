@@ -170,20 +170,32 @@ def run_parts(pool: int, job: int, args: Any, count: int, least: int) -> None:
 Part = Callable[[int, int, int], None]
 """Compiled function of (address of int64 arguments, first, last)."""
 
-PARTS: list[Any] = []
+PARTS: dict[int, Part] = {}  # by number
 _spin_s = 0.0
+
+# Numbers are constants of code that is kept on disk: no order of imports may change them.
+_NUMBERED_PARTS: Final = (
+    "_multiply_part",
+    "_heads_part",
+    "_experts_part",
+    "_add_part",
+    "_attend_part",
+    "_advance_part",
+    "_select_part",
+)
 
 
 def register_part(part: Part) -> int:
     """Add a compiled part, and return its number for `run_parts`."""
-    PARTS.append(part)
-    return len(PARTS) - 1
+    number = _NUMBERED_PARTS.index(part.__name__)
+    PARTS[number] = part
+    return number
 
 
 def compile_parts() -> None:
     """Compile the parts and the loop of a thread."""
     nothing = np.zeros(_STATE_WORDS, np.int64)
-    for part in PARTS:
+    for part in PARTS.values():
         part(nothing.ctypes.data, 0, 0)
     _serve(nothing.ctypes.data, 0)
 
@@ -206,7 +218,7 @@ class _Pool:
         self.address = -(-self._state.ctypes.data // 64) * 64
         words = self._state[(self.address - self._state.ctypes.data) // 8 :]
         words[_THREADS // 8] = threads if _HAS_FUTEX else 1
-        for job, part in enumerate(PARTS):
+        for job, part in PARTS.items():
             words[_JOBS // 8 + job] = _address(part)
         spins = int(_spin_s / _pause_s())
         for n in range(1, threads if _HAS_FUTEX else 1):
