@@ -21,7 +21,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from kernels.attention_ops import (
+from kernels.compiled import (
+    address_of,
+    compiled,
+    float32_at,
+    int32_at,
+    int64_at,
+    now_ns,
+    read_numbers,
+    write_numbers,
+)
+from kernels.layer_ops import (
     BATCH_FIELDS,
     EXPERT_FIELDS,
     LAYER_FIELDS,
@@ -32,16 +42,6 @@ from kernels.attention_ops import (
     attend_layer,
     run_layer_mlp,
     sum_experts,
-)
-from kernels.compiled import (
-    address_of,
-    compiled,
-    float32_at,
-    int32_at,
-    int64_at,
-    now_ns,
-    read_numbers,
-    write_numbers,
 )
 from kernels.replica_choice import choose_replicas
 from kernels.row_ops import group_pairs

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention_ops import EXPERT_FIELDS, add_experts, sum_experts
 from kernels.compiled import bits_of
+from kernels.layer_ops import EXPERT_FIELDS, add_experts, sum_experts
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
 from kernels.panels import add_weighted, reads_float32, run_experts, run_mlp
 from kernels.steps import Steps, zero_tiled

@@ -26,6 +26,7 @@ from kernels import (
     attention_ops,
     delta_rule,
     direct_calls,
+    layer_ops,
     matrix_units,
     panels,
     row_ops,
@@ -66,13 +67,13 @@ def _call_kernels() -> None:
     delta_rule.advance(*[0] * 7)
     token_selection.select_tokens(0, True, *[0] * 9)
     row_ops.sigmoid(0, 0)
-    nothing = np.zeros(attention_ops.LAYER_FIELDS, np.int64)
+    nothing = np.zeros(layer_ops.LAYER_FIELDS, np.int64)
     row_ops.choose_experts(True, nothing.ctypes.data, 0, 0, 0, False, 0, 0)
     attention_ops.attend(0, True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0.0, 0)
-    attention_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
-    attention_ops.add_experts(0, nothing.ctypes.data)
-    attention_ops.sum_experts(0, nothing.ctypes.data)
-    attention_ops.decode_layers(*[0] * 7)
+    layer_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
+    layer_ops.add_experts(0, nothing.ctypes.data)
+    layer_ops.sum_experts(0, nothing.ctypes.data)
+    layer_ops.decode_layers(*[0] * 7)
     tables = np.zeros(direct_calls.CALLER_FIELDS, np.int64)
     tables[6] = nothing.ctypes.data
     direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, False, 0, 0)

@@ -22,7 +22,6 @@ from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.errors import ChannelError
 from contracts.traces import Stage, TaskSpan
-from kernels.attention_ops import EXPERT_FIELDS
 from kernels.direct_calls import (
     CALL_FIELDS,
     CHOICE_FIELDS,
@@ -38,6 +37,7 @@ from kernels.direct_calls import (
     serve_calls,
 )
 from kernels.experts import RUN_PAIRS, expert_fields
+from kernels.layer_ops import EXPERT_FIELDS
 from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch

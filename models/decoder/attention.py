@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kernels import fused_ops
 from kernels.attention import AttentionPlan, attention_steps
-from kernels.attention_ops import LATENT_EPS, PROJECTION_NORM, TURNED_NORM, attend_layer
 from kernels.compiled import bits_of
 from kernels.fused_ops import norm_and_rope, sigmoid, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
+from kernels.layer_ops import LATENT_EPS, PROJECTION_NORM, TURNED_NORM, attend_layer
 from kernels.linear import PackedLinear
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool

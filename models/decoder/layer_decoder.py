@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contracts.traces import Stage
-from kernels.attention_ops import BATCH_FIELDS, CLOCK_FIELDS, EXPERT_FIELDS, decode_layers
 from kernels.compiled import bits_of
 from kernels.experts import RUN_PAIRS, expert_fields
+from kernels.layer_ops import BATCH_FIELDS, CLOCK_FIELDS, EXPERT_FIELDS, decode_layers
 from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch

@@ -1,0 +1,363 @@
+"""Whole calls for a layer of a decode batch, compiled: attention, router, MLPs and experts.
+
+Each row is computed by itself in a fixed order, so its bits do not depend on the batch or on
+threads. Numbers are float32 or bfloat16 (`wide` False), and computed in float32.
+
+Shapes: T rows, D model dim, H heads, G KV heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import carray
+
+from kernels.attention_ops import attend
+from kernels.compiled import (
+    address_of,
+    compiled,
+    float32_at,
+    float_of_bits,
+    from_bfloat16,
+    int64_at,
+    now_ns,
+    read_numbers,
+    to_bfloat16,
+    write_numbers,
+)
+from kernels.panels import (
+    add_weighted,
+    multiply,
+    multiply_heads,
+    reads_float32,
+    run_experts,
+    run_mlp,
+)
+from kernels.row_ops import (
+    choose_experts,
+    clip,
+    group_pairs,
+    norm_and_rope,
+    rms_norm,
+    scale_rows,
+    write_rows,
+)
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+LAYER_FIELDS: Final = 27
+TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD = 20, 21, 23
+PROJECTION_NORM, TURNED_NORM = 1, 2
+LATENT_FIELDS: Final = 16
+MLP_FIELDS: Final = 5
+LATENT_EPS: Final = 1e-6  # of the norms of q and latent, fixed as in `transformers`
+BATCH_FIELDS: Final = 16
+
+
+@compiled
+def attend_layer(pool: int, layer: int, batch: int) -> None:
+    """Run attention of a decode batch, the next norm, and the router.
+
+    hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
+    norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
+    sinks, MLP norm; window; arithmetic and addresses of the router and its bias, of its rule
+    (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
+    the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
+    are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
+    limit of q, k and v (0: none); size of a value. batch: int64 T; addresses of hidden, cos, sin,
+    slots, entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D],
+    ids and weights [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's
+    output [T, D], of the experts' input [T, D], if it is weighed, and of float32 factors of queries
+    [T] (0: none).
+    """
+    (
+        kind, D, H, _, _, eps_bits, once, norm, _, _, _, o, o_bias, _, mlp_norm, window,
+        router_kind, router, router_bias, rule, top_k, weighs, latent, _, _, _, v,
+    ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
+    (
+        T, hidden, _, _, _, _, _, _, out, ids, weights, is_wide, _, _, weighed, _,
+    ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
+    wide, eps = is_wide != 0, float_of_bits(eps_bits)
+    x, fresh = np.empty(1 + T * max(D, H * v), np.float32), np.empty(1 + T * D, np.float32)
+    x_at, fresh_at = address_of(x), address_of(fresh)
+    rms_norm(wide, hidden, D, norm, x_at, T, D, eps, once != 0)
+    if latent:
+        _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
+    else:
+        _attend_heads(pool, layer, batch, x_at)
+    multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * v, D)
+    add_rows(wide, hidden, fresh_at, T, D)
+    rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
+    if top_k:
+        _route(pool, router_kind, router, router_bias, rule, top_k, wide, out, T, D, ids, weights)
+    if weighs:
+        numbers = carray(float32_at(weights), (T * top_k,))
+        for t in range(T * top_k):
+            numbers[t] = numbers[t] if wide else from_bfloat16(to_bfloat16(numbers[t]))
+        scale_rows(wide, out, D, weights, weighed, D, T, D)
+        for t in range(T * top_k):
+            numbers[t] = _ONE
+    x[0] = fresh[0] = _ZERO  # they live until here
+
+
+@compiled
+def _attend_heads(pool: int, layer: int, batch: int, x: int) -> None:
+    """Replace rows x [T, D] by grouped-query attention [T, H * v] (`attend_layer`)."""
+    (
+        kind, D, H, G, d, eps_bits, _, _, qkv, qkv_bias, qk_norm, _, _, sinks, _, window, _, _, _,
+        _, _, _, _, _, norm_kind, limit, v,
+    ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
+    (
+        T, _, cos, sin, slots, entries, k_pool, v_pool, _, _, _, is_wide, scale, _, _, factors,
+    ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
+    wide, eps, row = is_wide != 0, float_of_bits(eps_bits), (H + G) * d + G * v
+    size = 4 if wide else 2
+    fresh = np.empty(1 + T * row, np.float32)
+    qk = np.empty(1 + T * (H + G) * d, np.float32)
+    fresh_at, qk_at = address_of(fresh), address_of(qk)
+    multiply(pool, kind, x, qkv, qkv_bias, fresh_at, T, D, row)
+    if norm_kind == PROJECTION_NORM:
+        for first, heads in ((0, H), (H, G)):
+            at, weight = fresh_at + first * d * size, qk_norm + first * d * size
+            rms_norm(wide, at, row, weight, at, T, heads * d, eps, False)
+    if limit:
+        clip(wide, fresh_at, T * row, float_of_bits(limit))
+    norm_and_rope(
+        wide, fresh_at, row, d, 0 if norm_kind else qk_norm, cos, sin, qk_at,
+        (H + G) * d, d, T, H + G, d, eps,
+    )  # fmt: skip
+    if norm_kind == TURNED_NORM:
+        for t in range(T):
+            for first, heads in ((0, H), (H, G)):
+                at = qk_at + (t * (H + G) + first) * d * size
+                rms_norm(wide, at, d, qk_norm + first * d * size, at, heads, d, eps, False)
+    if factors:
+        scale_rows(wide, qk_at, (H + G) * d, factors, qk_at, (H + G) * d, T, H * d)
+    keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
+    write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
+    write_rows(size, values, row, slots, v_pool, T, G * v)
+    attend(
+        pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * v, x, entries, T, H, G, d, v,
+        window, float_of_bits(scale), sinks,
+    )  # fmt: skip
+    fresh[0] = qk[0] = _ZERO  # they live until here
+
+
+@compiled
+def _route(
+    pool: int, kind: int, router: int, bias: int, rule: int, top_k: int, wide: bool, x: int, T: int,
+    D: int, ids: int, weights: int,
+) -> None:  # fmt: skip
+    """Choose experts of rows x [T, D], for a router that may read float32 where x is bfloat16."""
+    E, is_widened = carray(int64_at(rule), (1,))[0], reads_float32(kind) and not wide
+    logits, rows = np.empty(1 + T * E, np.float32), np.empty(1 + T * D * is_widened, np.float32)
+    if is_widened:
+        read_numbers(False, x, T * D, rows)
+    rows_at, logits_at = address_of(rows) if is_widened else x, address_of(logits)
+    multiply(pool, kind, rows_at, router, bias, logits_at, T, D, E)
+    choose_experts(reads_float32(kind), rule, logits_at, T, top_k, False, ids, weights)
+    logits[0] = rows[0] = _ZERO  # they live until here
+
+
+@compiled
+def run_layer_mlp(pool: int, layer: int, batch: int) -> None:
+    """Run the shared experts or the dense MLP of a layer, if it has any (`attend_layer`).
+
+    Fields: int64 arithmetic; addresses of gate_up, down, and gate of the output (`run_mlp`); F.
+    """
+    fields = carray(int64_at(layer), (LAYER_FIELDS,))
+    if fields[MLP_FIELD]:
+        args = carray(int64_at(batch), (BATCH_FIELDS,))
+        kind, gate_up, down, gate, F = carray(int64_at(fields[MLP_FIELD]), (MLP_FIELDS,))
+        run_mlp(pool, kind, args[8], gate_up, down, gate, args[13], args[0], fields[1], F)
+
+
+@compiled
+def _attend_latents(
+    pool: int, kind: int, latent: int, batch: int, x: int, D: int, H: int, window: int
+) -> None:
+    """Replace rows x [T, D] by attention over latents [T, H * v] (kernels/latent_attention.py).
+
+    latent: int64 n, p, v, r and the rank of queries (0: projected directly); addresses of q_a, its
+    bias and norm, of q, kv_a and its bias and norm, of up_k and up_v, each followed by the bytes of
+    a head's panels.
+    """
+    (
+        n, p, v, r, q_rank, q_a, q_a_bias, q_norm, q, kv_a, kv_a_bias, kv_norm, up_k, k_bytes, up_v,
+        v_bytes,
+    ) = carray(int64_at(latent), (LATENT_FIELDS,))  # fmt: skip
+    (
+        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _, _, _,
+    ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
+    wide, d, C = is_wide != 0, n + p, r + p
+    size = 4 if wide else 2
+    fresh, low = np.empty(1 + T * C, np.float32), np.empty(1 + T * q_rank, np.float32)
+    plain, queries = np.empty(1 + T * H * d, np.float32), np.empty(1 + T * H * C, np.float32)
+    sums = np.empty(1 + T * H * r, np.float32)
+    fresh_at, low_at, plain_at = address_of(fresh), address_of(low), address_of(plain)
+    queries_at, sums_at, last = address_of(queries), address_of(sums), r * size
+    multiply(pool, kind, x, kv_a, kv_a_bias, fresh_at, T, D, C)
+    rms_norm(wide, fresh_at, C, kv_norm, fresh_at, T, r, LATENT_EPS, False)
+    turned = fresh_at + last
+    norm_and_rope(wide, turned, C, p, 0, cos, sin, turned, C, p, T, 1, p, 0.0)
+    write_rows(size, fresh_at, C, slots, entry_pool, T, C)
+    if q_rank:
+        multiply(pool, kind, x, q_a, q_a_bias, low_at, T, D, q_rank)
+        rms_norm(wide, low_at, q_rank, q_norm, low_at, T, q_rank, LATENT_EPS, False)
+        multiply(pool, kind, low_at, q, 0, plain_at, T, q_rank, H * d)
+    else:
+        multiply(pool, kind, x, q, 0, plain_at, T, D, H * d)
+    multiply_heads(
+        pool, kind, plain_at, H * d * size, d * size, up_k, k_bytes, queries_at, H * C * size,
+        C * size, T, n, r, H,
+    )  # fmt: skip
+    norm_and_rope(
+        wide, plain_at + n * size, H * d, d, 0, cos, sin, queries_at + last, H * C, C, T, H, p, 0.0
+    )
+    attend(
+        pool, wide, queries_at, H * C, entry_pool, entry_pool, C, C, sums_at, entries, T, H, 1, C,
+        r, window, float_of_bits(scale), 0,
+    )  # fmt: skip
+    multiply_heads(
+        pool, kind, sums_at, H * last, last, up_v, v_bytes, x, H * v * size, v * size, T, r, v, H
+    )
+    fresh[0] = low[0] = plain[0] = queries[0] = sums[0] = _ZERO  # they live until here
+
+
+@compiled
+def add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
+    """Add part to total, both [T, D]."""
+    size = 4 if wide else 2
+    left, right = np.empty(D, np.float32), np.empty(D, np.float32)
+    for t in range(T):
+        read_numbers(wide, total + t * D * size, D, left)
+        read_numbers(wide, part + t * D * size, D, right)
+        for i in range(D):
+            left[i] += right[i]
+        write_numbers(wide, total + t * D * size, D, left)
+
+
+EXPERT_FIELDS: Final = 16
+
+
+@compiled
+def add_experts(pool: int, args: int) -> None:
+    """Add each row's weighted sum over its local experts to hidden [T, D].
+
+    args: int64 arithmetic, D, F, e; addresses of gate_up and down int64 [e, 2]; bits of alpha and
+    limit (`run_experts`); T, top_k; addresses of x, ids, weights (`group_pairs`), local, hidden;
+    whether numbers are float32.
+    """
+    (
+        kind, D, F, e, gate_up, down, alpha, limit, T, top_k, x, ids, weights, local, hidden,
+        is_wide,
+    ) = carray(int64_at(args), (EXPERT_FIELDS,))  # fmt: skip
+    N = T * top_k
+    rows, sorted_N = np.empty(N + 1, np.int64), np.empty(N + 1, np.float32)
+    counts = np.zeros(e + 1, np.int64)
+    y, sums = np.empty(N * D + 1, np.float32), np.zeros(T * D + 1, np.float32)
+    rows_at, sorted_at, y_at = address_of(rows), address_of(sorted_N), address_of(y)
+    sums_at = address_of(sums)
+    group_pairs(ids, weights, local, N, top_k, e, rows_at, sorted_at, address_of(counts))
+    _run_grouped(
+        pool, kind, D, F, e, gate_up, down, alpha, limit, x, rows_at, sorted_at, counts, y_at,
+        sums_at,
+    )  # fmt: skip
+    _add_sums(is_wide != 0, hidden, sums, T, D)
+    rows[0] = 0  # they live until here
+    sorted_N[0] = y[0] = _ZERO
+
+
+@compiled
+def _run_grouped(
+    pool: int, kind: int, D: int, F: int, e: int, gate_up: int, down: int, alpha: int, limit: int,
+    x: int, rows: int, weights: int, counts: Any, y: int, sums: int,
+) -> None:  # fmt: skip
+    """Add weighted outputs of pairs, counts[i] of expert i, to sums. Changes counts [e + 1].
+
+    y: room for [N, D] float32.
+    """
+    experts, used, pairs = np.empty(e + 1, np.int64), 0, 0
+    for expert in range(e):
+        if counts[expert]:
+            experts[used], counts[used] = expert, counts[expert]
+            pairs += counts[used]
+            used += 1
+    run_experts(
+        pool, kind, x, rows, gate_up, down, address_of(experts), address_of(counts), used, D, F,
+        float_of_bits(alpha), float_of_bits(limit), y,
+    )  # fmt: skip
+    add_weighted(pool, rows, weights, y, sums, pairs, D)
+    counts[e] = experts[e] = 0  # they live until here
+
+
+@compiled
+def sum_experts(pool: int, args: int) -> bool:
+    """Write the weighted sums of pairs that are sorted by expert to out [U, D] float32.
+
+    args: as of `add_experts` up to limit; U, N; addresses of x [U, D], rows int64 [N], weights
+    float32 [N], counts int64 [e], out. Returns False if pairs are outside of the rows.
+    """
+    (
+        kind, D, F, e, gate_up, down, alpha, limit, U, N, x, rows, weights, given, out, _,
+    ) = carray(int64_at(args), (EXPERT_FIELDS,))  # fmt: skip
+    rows_N, given_e = carray(int64_at(rows), (N,)), carray(int64_at(given), (e,))
+    counts, left = np.zeros(e + 1, np.int64), N
+    for expert in range(e):
+        counts[expert] = given_e[expert]
+        left -= counts[expert]
+        if counts[expert] < 0:
+            return False
+    for n in range(N):
+        if rows_N[n] < 0 or rows_N[n] >= U:
+            return False
+    if left:
+        return False
+    sums, y = carray(float32_at(out), (U * D,)), np.empty(N * D + 1, np.float32)
+    for i in range(U * D):
+        sums[i] = _ZERO
+    _run_grouped(
+        pool, kind, D, F, e, gate_up, down, alpha, limit, x, rows, weights, counts,
+        address_of(y), out,
+    )  # fmt: skip
+    y[0] = _ZERO  # it lives until here
+    return True
+
+
+CLOCK_FIELDS: Final = 3  # ends of attention, MLP, experts
+
+
+@compiled
+def decode_layers(
+    pool: int, layers: int, batches: int, experts: int, clock: int, first: int, last: int
+) -> None:
+    """Run layers [first, last), of tables with a row for each.
+
+    `attend_layer`, `run_layer_mlp`, `add_experts`. clock: int64 [L, CLOCK_FIELDS] ns.
+    """
+    for number in range(first, last):
+        layer, batch = layers + number * LAYER_FIELDS * 8, batches + number * BATCH_FIELDS * 8
+        fields = carray(int64_at(layer), (LAYER_FIELDS,))
+        args = carray(int64_at(batch), (BATCH_FIELDS,))
+        ends = carray(int64_at(clock + number * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
+        attend_layer(pool, layer, batch)
+        ends[0] = now_ns()
+        run_layer_mlp(pool, layer, batch)
+        ends[1] = now_ns()
+        if fields[TOP_K_FIELD]:
+            add_experts(pool, experts + number * EXPERT_FIELDS * 8)
+        if fields[MLP_FIELD]:
+            add_rows(args[11] != 0, args[1], args[13], args[0], fields[1])
+        ends[2] = now_ns()
+
+
+@compiled
+def _add_sums(wide: bool, hidden: int, sums: Any, T: int, D: int) -> None:
+    size = 4 if wide else 2
+    row = np.empty(D, np.float32)
+    for t in range(T):
+        read_numbers(wide, hidden + t * D * size, D, row)
+        for i in range(D):
+            row[i] += sums[t * D + i]
+        write_numbers(wide, hidden + t * D * size, D, row)
