@@ -112,7 +112,7 @@ class WorkerLoad(NamedTuple):
     busy_fraction: float = 0.0
 
     def delay_s(self, seconds: float) -> float:
-        """Return by how much a batch of so many seconds delays later ones of its worker, in all.
+        """Return the total delay of later batches of a worker, in seconds, caused by one batch.
 
         Work of w seconds is done after w / (1 - busy_fraction), and each batch that arrives until
         then waits for half of w.

@@ -39,7 +39,7 @@ class OfferedLoad:
         self.batches_per_s = self.busy_fraction = self._last_s = 0.0
 
     def add(self, seconds: float, now_s: float) -> None:
-        """Record a batch that one worker computes in so many seconds."""
+        """Record the time of a batch that one worker computes."""
         kept = math.exp((self._last_s - now_s) / MEMORY_S)
         self.batches_per_s = kept * self.batches_per_s + 1 / MEMORY_S
         self.busy_fraction = kept * self.busy_fraction + seconds / MEMORY_S
