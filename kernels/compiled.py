@@ -26,7 +26,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, extending, types
 from numba.core import cgutils
-from numba.core.caching import NullCache
+from numba.core.caching import NullCache, UserProvidedCacheLocator
 
 from contracts.logs import event
 
@@ -46,7 +46,7 @@ VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 numba.config.OPT = type(numba.config.OPT)(2)
 
 _functions: list[Any] = []
-_LOCK_S = 120.0  # for another process to compile
+_LOCK_S = 300.0  # for another process to compile, which takes 20 to 60 s of a core
 _KEPT_S = 30 * 86400.0  # after the last start that used it
 
 
@@ -54,6 +54,14 @@ def compiled(function: Function) -> Function:
     """Compile at the first call with its argument types."""
     _functions.append(numba.njit(nogil=True, error_model="numpy")(function))
     return _functions[-1]  # type: ignore[no-any-return]
+
+
+class Locator(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no types
+    """Place of a function's code: the same for all copies of the sources."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        return Path(py_file).parent.name
 
 
 def compile_on_disk(call_all: Callable[[], None]) -> None:
@@ -64,6 +72,7 @@ def compile_on_disk(call_all: Callable[[], None]) -> None:
     with _locked_folder() as folder:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)
+            numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
             for function in _functions:
                 function.enable_caching()
         try:
@@ -84,14 +93,14 @@ def code_folder() -> Path | None:
     """Create and return the folder of compiled code; None if no folder can be written.
 
     Its name depends on the processor and on all sources: numba itself does not notice changes of
-    the functions that a function calls.
+    the functions that a function calls. Installations of the same sources share the user's folder.
     """
     here = Path(__file__).parent
     outside = {Path(function.py_func.__code__.co_filename) for function in _functions}
     key = [path.read_bytes() for path in sorted({*here.glob("*.py"), *outside})]
     key.append(repr((_PROCESSOR, sys.version, numba.__version__, llvmlite.__version__)).encode())
     name = f"compiled-{hashlib.blake2b(b''.join(key), digest_size=8).hexdigest()}"
-    for parent in (here / "__pycache__", Path("~/.cache/tandem")):
+    for parent in (Path("~/.cache/tandem"), here / "__pycache__"):
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
             folder = parent.expanduser() / name
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
