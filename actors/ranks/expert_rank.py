@@ -142,7 +142,7 @@ def _load_experts(
         device=device,
         progress=progress,
         separate=moves,
-        keeps_stored=spec.config.experts.keeps_stored,
+        storage_format=spec.config.experts.storage_format,
     )
     calls = CallServer(endpoint) if device.type == "cpu" else None
     resident = ResidentExperts(half, generation, calls)

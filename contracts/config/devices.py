@@ -53,6 +53,7 @@ _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_ch
 _GATHERED = "tests/unit/actors/gather/test_device_gather.py"
 _PLACED = "tests/oracle/test_placements.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
+_QUANTISED = "tests/oracle/test_quantised_checkpoints.py"
 _GRAPHS = "tests/oracle/test_decode_graphs.py"
 MODES = (
     Mode("attention over pages", lambda config: True,
@@ -65,7 +66,10 @@ MODES = (
          lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
          _GROUP, instead=_INSTEAD),
     Mode("experts.storage_format=true", lambda config: config.experts.storage_format is True,
-         "tests/oracle/test_quantised_checkpoints.py", instead=_INSTEAD),
+         _QUANTISED, _QUANTISED),
+    Mode("experts.storage_format (experts.slots, experts.bytes)",
+         lambda config: config.experts.storage_format is True and config.experts.is_bounded,
+         _QUANTISED, instead=_INSTEAD),
     Mode("experts.speculative=speculated",
          lambda config: config.experts.speculative == "speculated",
          "tests/unit/actors/offload/test_cached_backend.py", instead=_INSTEAD),
