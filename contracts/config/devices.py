@@ -64,7 +64,7 @@ MODES = (
          _GROUP, _PLACED),
     Mode("experts.slots, experts.bytes (expert ranks)",
          lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
-         _GROUP, instead=_INSTEAD),
+         _GROUP, _PLACED),
     Mode("experts.storage_format=true", lambda config: config.experts.storage_format is True,
          _QUANTISED, _QUANTISED),
     Mode("experts.storage_format (experts.slots, experts.bytes)",

@@ -75,6 +75,7 @@ def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_p
         ("tcp", [1, 3], {"slots": 12}, False),
         ("shm", [0, 0, 0], {}, True),
         ("tcp", [1, 0, 2], {}, True),
+        ("tcp", [1, 3], {"slots": 12}, True),
     ],
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(

@@ -150,6 +150,9 @@ class _Event:
     def set(self) -> None:
         self._is_set = True
 
+    def clear(self) -> None:
+        self._is_set = False
+
     def is_set(self) -> bool:
         return self._is_set
 

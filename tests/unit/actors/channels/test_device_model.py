@@ -34,6 +34,7 @@ from tests.support.gather_workload import (
 )
 from tests.support.moving_workload import moving_code, moving_symptom
 from tests.support.planted_device_bugs import device_bugs, found, is_overlapped
+from tests.support.slots_workload import slots_code, slots_symptom
 
 BACKENDS = (nccl, ipc)
 
@@ -188,6 +189,10 @@ def test_any_gather_ends_with_its_experts_and_without_a_race(
 
 def test_moved_experts_are_loaded_beside_compute_and_without_a_race() -> None:
     assert not moving_symptom(moving_code(), range(10))
+
+
+def test_slots_are_filled_beside_compute_and_without_a_race() -> None:
+    assert not slots_symptom(slots_code(), range(10))
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
