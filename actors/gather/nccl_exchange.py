@@ -24,7 +24,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ _ABORT_S: Final = 10.0
 _MOST_BYTES: Final = 4096  # of an id
 
 # Built at import: msgspec crashes when two threads build the first decoder of a type at once.
-_decode = msgspec.msgpack.Decoder(UniqueId).decode
+_decode: Callable[[bytes], UniqueId] = msgspec.msgpack.Decoder(UniqueId).decode
 
 
 class NcclPart:

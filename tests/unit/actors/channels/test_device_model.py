@@ -177,6 +177,7 @@ def test_any_schedule_ends_without_a_race_a_deadlock_or_a_leak(
         width=st.sampled_from((4, 32, 100)),
         sync=st.sampled_from((0.0, 0.3)),
         nodes=st.integers(1, 3),
+        spin_limit_us=st.just(float("inf")),
     ),
     dies=st.booleans(),
     seed=st.integers(0, 1 << 30),
