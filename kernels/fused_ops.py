@@ -19,6 +19,9 @@ from torch import Tensor
 
 from contracts.logs import event
 from kernels import experts, norm_rope, row_ops
+from kernels.linear import ExpertLinears
+from kernels.stored import Storage
+from kernels.stored_experts import StoredLinear
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -214,6 +217,7 @@ def _check_kernels(kernels: ModuleType) -> None:
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
     _check_slot_kernels(kernels)
+    _check_grouped_kernel(kernels)
 
 
 def _check_slot_kernels(kernels: ModuleType) -> None:
@@ -228,3 +232,14 @@ def _check_slot_kernels(kernels: ModuleType) -> None:
     torch.testing.assert_close(
         found_ND / largest, expected_ND / largest, atol=_TOLERANCE, rtol=_TOLERANCE
     )
+
+
+def _check_grouped_kernel(kernels: ModuleType) -> None:
+    T, D, F = _CHECK_SHAPE
+    x_TD, scales = torch.randn(T, D, device="cuda").bfloat16(), torch.rand(F, 1, device="cuda")
+    codes = torch.randint(-9, 9, (F, D), dtype=torch.int8, device="cuda")
+    products = [StoredLinear(Storage.INT8, each, scales, None) for each in (codes, -codes)]
+    ends_e = torch.tensor([2, T], dtype=torch.int32, device="cuda")
+    found_TF = kernels.grouped_products(x_TD, ExpertLinears(products, None), ends_e)
+    expected_TF = torch.cat([products[0](x_TD[:2]), products[1](x_TD[2:])])
+    torch.testing.assert_close(found_TF, expected_TF, atol=_TOLERANCE, rtol=_TOLERANCE)

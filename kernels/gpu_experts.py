@@ -15,7 +15,7 @@ Shapes: T tokens, D model dim, F FFN dim, e experts, K top-k, N = T * K pairs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -26,10 +26,13 @@ from kernels import fused_ops
 from kernels.device import runs_on_device
 from kernels.experts import ClampedGate, clamped_gated, gated
 from kernels.linear import ExpertLinears, Product
+from kernels.stored import Storage
+from kernels.stored_experts import ExpertTable
 
 PIECE_TOKENS = 32_768  # enough for the full rate; bounds the pairs' memory
 _ALIGNED_BYTES = 16  # of the grouped product's rows
 _GROUPED_MAJOR = (9, 10)  # on other architectures torch's grouped product waits for the counts
+_GroupedProduct = Callable[[Tensor, ExpertLinears, Tensor], Tensor]
 
 
 def runs_on_gpu(x_TD: Tensor, linear_e: Sequence[Product], local_of_E: Tensor) -> bool:
@@ -49,13 +52,10 @@ def gpu_experts(
     """Return [T, D] float32: each token's weighted sum over its experts ids_TK in [0, e).
 
     gate_up_e: D -> 2F, down_e: F -> D. counts_e: pairs of each expert; ids may then be e, of an
-    expert elsewhere. If torch has no grouped product for them (dtypes other than bfloat16, odd
-    sizes, older GPUs), each expert is a product of its own, and the host waits for the counts.
+    expert elsewhere. Where neither torch nor triton has a grouped product for them (dtypes other
+    than bfloat16), each expert is a product of its own, and the host waits for the counts.
     """
-    if _groups(x_TD, gate_up_e) and _groups(x_TD, down_e):
-        products = grouped_products
-    else:
-        products = single_products
+    products = _products(x_TD, gate_up_e, down_e)
     out_TD = torch.empty(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for first in range(0, x_TD.shape[0], PIECE_TOKENS):
         rows = slice(first, first + PIECE_TOKENS)
@@ -109,6 +109,23 @@ def single_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Te
     if first < len(x_NK) or not pieces:
         pieces.append(x_NK.new_zeros((len(x_NK) - first, linear_e.out_features)))
     return torch.cat(pieces)
+
+
+def _products(x_TD: Tensor, gate_up_e: ExpertLinears, down_e: ExpertLinears) -> _GroupedProduct:
+    """Return how the products of all experts are computed: (x_NK, linear_e, ends_e) -> [N, N]."""
+    if _groups(x_TD, gate_up_e) and _groups(x_TD, down_e):
+        return grouped_products
+    own = fused_ops.fused_kernels(x_TD)
+    tables = [] if own is None else [each.table for each in (gate_up_e, down_e)]
+    if own is not None and all(table is not None and _fits(x_TD, table) for table in tables):
+        grouped: _GroupedProduct = own.grouped_products
+        return grouped
+    return single_products
+
+
+def _fits(x_TD: Tensor, table: ExpertTable) -> bool:
+    codes = table.first.codes
+    return table.first.storage is not Storage.PLAIN or codes.dtype is x_TD.dtype
 
 
 def _groups(x_TD: Tensor, linear_e: ExpertLinears) -> bool:

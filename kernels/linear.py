@@ -35,6 +35,7 @@ from kernels import (
 )
 from kernels.compiled import LANES, code_folder, compile_on_disk, processor_has
 from kernels.stored import Storage, StoredWeight
+from kernels.stored_experts import DeviceWeight, ExpertTable, expert_table
 from kernels.thread_pool import shared_pool
 
 Product = Callable[[Tensor], Tensor]
@@ -128,6 +129,13 @@ class PackedLinear:
         return self._bias
 
     @property
+    def weight(self) -> DeviceWeight | None:
+        """The weight as it was given; None: it is reordered."""
+        if self.kind is not None or self._product is _onednn:
+            return None
+        return DeviceWeight(Storage.PLAIN, self._weight, None, self._bias)
+
+    @property
     def addresses(self) -> tuple[int, int]:
         """Addresses of the panels and of the bias; 0: no bias."""
         return self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
@@ -170,6 +178,10 @@ class PlainLinear:
     def packed(self) -> PackedLinear:
         return PackedLinear(self._weight, self._bias)
 
+    @property
+    def weight(self) -> DeviceWeight:
+        return DeviceWeight(Storage.PLAIN, self._weight, None, self._bias)
+
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
         return self.packed()(x_TK)
@@ -207,6 +219,7 @@ class ExpertLinears(Sequence[Product]):
         self._products = tuple(products)
         self.weight_eNK, self.bias_eN = weight_eNK, bias_eN
         self._addresses: NDArray[np.int64] | None = None
+        self._table: ExpertTable | None = None
         kinds = {getattr(product, "kind", None) for product in self._products}
         self._kind = kinds.pop() if len(kinds) == 1 else None
 
@@ -227,6 +240,13 @@ class ExpertLinears(Sequence[Product]):
             each = [product.addresses for product in self._products]  # type: ignore[attr-defined]
             self._addresses = np.array(each, dtype=np.int64)
         return self._addresses
+
+    @property
+    def table(self) -> ExpertTable | None:
+        """Places of the weights on a device, or None if one kernel cannot read them."""
+        if self._table is None:
+            self._table = expert_table(self._products)
+        return self._table
 
     def __len__(self) -> int:
         return len(self._products)

@@ -20,6 +20,7 @@ together; a group, the pairs with one scale.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -77,13 +78,41 @@ class StoredWeight(NamedTuple):
     storage: Storage
 
 
+class RawWeight(NamedTuple):
+    """A weight [N, K] as the arguments of its `pack_` function, in rows."""
+
+    storage: Storage
+    codes: Tensor
+    scales: Tensor | None = None
+
+    def packed(self) -> StoredWeight:
+        """Return its panels. Raises ValueError."""
+        given = (self.codes,) if self.scales is None else (self.codes, self.scales)
+        return _PACK[self.storage](*given)
+
+    def checked(self) -> RawWeight:
+        """Return it. Raises ValueError for numbers that products do not unpack."""
+        codes, scales = self.codes, self.scales
+        if scales is None or not scales.numel():
+            return self
+        if self.storage is Storage.MXFP4:
+            if not 3 <= int(scales.min()) <= int(scales.max()) <= 252:
+                raise ValueError("an exponent of MXFP4 is outside 3 to 252")
+            return self
+        sizes, most = scales.abs(), 6 if self.storage is Storage.FP8 else 100
+        if not ((sizes == 0) | ((sizes >= 2.0**-100) & (sizes <= 2.0**most))).all():
+            raise ValueError(f"a scale of {self.storage.name} is outside 2**-100 to 2**{most}")
+        if self.storage is Storage.FP8 and (codes.view(torch.uint8) & 127 == 127).any():
+            raise ValueError("a weight of fp8 is not a number")
+        return self
+
+
 def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> StoredWeight:
     """Return panels of [N, K / 32, 16] and [N, K / 32] uint8 (`dequantize_mxfp4`).
 
     Raises ValueError for an exponent whose numbers are not normal float32 numbers.
     """
-    if exponents.numel() and not 3 <= int(exponents.min()) <= int(exponents.max()) <= 252:
-        raise ValueError("an exponent of MXFP4 is outside 3 to 252")
+    RawWeight(Storage.MXFP4, blocks, exponents).checked()
     shape = blocks.shape[0], blocks.shape[1] * MXFP4_GROUP
     codes = blocks.flatten(1).view(torch.int32)  # of eight neighbours, from the lowest bits
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
@@ -98,12 +127,8 @@ def pack_fp8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
 
     Raises ValueError for a weight or a scale that is not finite, or too large or small to unpack.
     """
-    sizes = scale_NS.abs()
-    if not ((sizes == 0) | ((sizes >= 2.0**-100) & (sizes <= 2.0**6))).all():
-        raise ValueError("a scale of fp8 is outside 2**-100 to 2**6")
+    RawWeight(Storage.FP8, weight_NK, scale_NS).checked()
     codes = functional.pad(weight_NK.view(torch.uint8), (0, weight_NK.shape[1] % 2))
-    if (codes & 127 == 127).any():
-        raise ValueError("a weight of fp8 is not a number")
     panels = _panels(codes.contiguous().view(torch.int16), scale_NS * _FP8_POWER)
     return StoredWeight(panels, _shape(weight_NK), Storage.FP8)
 
@@ -113,9 +138,7 @@ def pack_int8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
 
     Raises ValueError for a scale whose products are too large or too small to round.
     """
-    sizes = scale_NS.abs()
-    if not ((sizes == 0) | ((sizes >= 2.0**-100) & (sizes <= 2.0**100))).all():
-        raise ValueError("a scale of int8 is outside 2**-100 to 2**100")
+    RawWeight(Storage.INT8, weight_NK, scale_NS).checked()
     padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2))
     return StoredWeight(_panels(padded, scale_NS), _shape(weight_NK), Storage.INT8)
 
@@ -124,6 +147,14 @@ def pack_bfloat16(weight_NK: Tensor) -> StoredWeight:
     """Return panels of bfloat16, for float32 rows."""
     padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2)).contiguous()
     return StoredWeight(_panels(padded.view(torch.int32)), _shape(weight_NK), Storage.BFLOAT16)
+
+
+_PACK: Final[dict[Storage, Callable[..., StoredWeight]]] = {
+    Storage.MXFP4: pack_mxfp4,
+    Storage.FP8: pack_fp8,
+    Storage.BFLOAT16: pack_bfloat16,
+    Storage.INT8: pack_int8,
+}
 
 
 def _shape(weight_NK: Tensor) -> tuple[int, int]:

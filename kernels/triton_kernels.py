@@ -1,4 +1,4 @@
-"""Memory-bound passes over activations as one triton kernel each, and products with expert slots.
+"""Memory-bound passes over activations as one triton kernel each, and products with experts.
 
 They round where kernels/norm_rope.py and experts.py do. Imported only if triton is installed
 (kernels/fused_ops.py).
@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear import ExpertLinears
+from kernels.stored import Storage
+
 _HEADS = 16  # per program
 _OUTPUTS, _INPUTS = 8, 256  # of a product, per program and iteration
 _ROW_BLOCK = 1024  # elements of a row per program: whole long rows do not fit the registers
+_PLAIN = tl.constexpr(int(Storage.PLAIN))
+_MXFP4 = tl.constexpr(int(Storage.MXFP4))
+_FP8 = tl.constexpr(int(Storage.FP8))
 
 
 @triton.jit
@@ -225,6 +231,99 @@ def _slot_product(
         tl.store(out_ptr + n * D + d, y, mask=d < D)
 
 
+@triton.jit
+def _unpacked(
+    codes_ptr,
+    scales_ptr,
+    n,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return weights [OUTPUTS, INPUTS] of outputs n from input `first` on."""
+    n = n[:, None]
+    if KIND == _MXFP4:
+        byte = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
+        both = tl.load(codes_ptr + n * (K // 2) + byte, mask=(n < N) & (byte < K // 2), other=0)
+        codes = tl.interleave(both & 15, both >> 4).to(tl.uint16)
+        bits = ((codes & 7) << 9) | ((codes & 8) << 12)  # of a float16 that is too small by 2**14
+        group = first // 32 + tl.arange(0, INPUTS // 32)[None, :]
+        at = n * (K // 32) + group
+        exponents = tl.load(scales_ptr + at, mask=(n < N) & (group < K // 32), other=0)
+        scales = (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        small = tl.reshape(bits.to(tl.float16, bitcast=True), (OUTPUTS, INPUTS // 32, 32))
+        numbers = small.to(tl.float32) * 16384.0 * scales[:, :, None]
+        weights = tl.reshape(numbers, (OUTPUTS, INPUTS))
+    else:
+        k = first + tl.arange(0, INPUTS)[None, :]
+        codes = tl.load(codes_ptr + n * K + k, mask=(n < N) & (k < K), other=0)
+        if KIND == _PLAIN:
+            weights = codes
+        else:
+            at = n * ((K + 127) // 128) + first // 128
+            scales = tl.load(scales_ptr + at, mask=n < N, other=0.0)
+            if KIND == _FP8:
+                codes = codes.to(tl.uint16)
+                bits = ((codes & 127) << 7) | ((codes & 128) << 8)  # a float16 too small by 2**8
+                weights = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scales
+            else:
+                weights = codes.to(tl.float32) * scales
+    return weights
+
+
+@triton.jit
+def _grouped(
+    x_ptr,
+    ends_ptr,
+    offsets_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    e,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    j = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + j, mask=j < e, other=0)
+    starts = tl.load(ends_ptr + j - 1, mask=(j > 0) & (j < e), other=0)
+    tiles = (ends - starts + ROWS - 1) // ROWS
+    after, tile = tl.cumsum(tiles, 0), tl.program_id(1)
+    expert = tl.sum((after <= tile).to(tl.int32), axis=0)
+    if expert < e:
+        here = starts + (tile - after + tiles) * ROWS
+        first = tl.sum(tl.where(j == expert, here, 0), axis=0)
+        end = tl.sum(tl.where(j == expert, ends, 0), axis=0)
+        codes_at = tl.load(offsets_ptr + expert)
+        if ALIGNED:
+            codes_at = tl.multiple_of(codes_at, ALIGNED)
+        codes, scales = codes_ptr + codes_at, scales_ptr + tl.load(offsets_ptr + e + expert)
+        m = (first + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+        n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        kind = x_ptr.dtype.element_ty
+        total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+        for at in range(0, K, INPUTS):
+            k = at + tl.arange(0, INPUTS)[:, None]
+            x = tl.load(x_ptr + m * K + k, mask=(m < end) & (k < K), other=0.0)
+            w = _unpacked(codes, scales, n, at, N, K, KIND, OUTPUTS, INPUTS)
+            total = tl.dot(w.to(kind), x, total)
+        n = n[:, None]
+        if BIAS:
+            bias = bias_ptr + tl.load(offsets_ptr + 2 * e + expert) + n
+            total += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + m * N + n, total.to(kind), mask=(m < end) & (n < N))
+
+
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
     """Return the RMS norm of a contiguous x."""
     out, D = torch.empty_like(x), x.shape[-1]
@@ -367,3 +466,40 @@ def slot_experts(
         x_TD, slots_TK, gate_up_SND, h_NF, K, D, F, **blocks
     )
     _slot_product[(T * K, triton.cdiv(D, _OUTPUTS))](h_NF, slots_TK, down_SDF, y_ND, D, F, **blocks)
+
+
+def product_tiles(pairs: int, experts: int) -> dict[str, int]:
+    """Return the sizes of a program of `_grouped`: few rows where experts have few pairs."""
+    rows = min(64, max(16, int(triton.next_power_of_2(triton.cdiv(pairs, experts)))))
+    return {"ROWS": rows, "OUTPUTS": 64 if rows < 64 else 128, "INPUTS": 64}
+
+
+def grouped_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
+    """Return each expert's product with its rows, [N, N], of a contiguous x. linear_e has a table.
+
+    Rows after the last expert's are not computed. A row's bits do not depend on the others.
+    """
+    table = linear_e.table
+    assert table is not None
+    storage, codes, scales, bias_N = table.first
+    (N, K), (rows, e) = table.first.shape, (len(x_NK), len(linear_e))
+    out_NN = torch.empty(rows, N, dtype=x_NK.dtype, device=x_NK.device)
+    tiles = product_tiles(rows, e)
+    _grouped[(triton.cdiv(N, tiles["OUTPUTS"]), triton.cdiv(rows, tiles["ROWS"]) + min(rows, e))](
+        x_NK,
+        ends_e,
+        table.offsets_3e,
+        codes,
+        codes if scales is None else scales,
+        x_NK if bias_N is None else bias_N,
+        out_NN,
+        e,
+        N=N,
+        K=K,
+        KIND=int(_PLAIN if storage is Storage.BFLOAT16 else storage),
+        BIAS=bias_N is not None,
+        ALIGNED=16 // codes.element_size() if table.is_aligned else 0,
+        EXPERTS=triton.next_power_of_2(e),
+        **tiles,
+    )
+    return out_NN

@@ -235,7 +235,7 @@ def _lockstep(
         dtype=dtype,
         device=device,
         progress=progress_line(spec.name, sys.stderr),
-        keeps_stored=spec.config.experts.keeps_stored,
+        storage_format=spec.config.experts.storage_format,
     )
     endpoint = rank_endpoint(spec, device, monotonic_s)
     address = endpoint.listen(spec.host)
@@ -290,5 +290,5 @@ def _load(
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
         layers=layers,
-        keeps_stored=spec.config.experts.keeps_stored,
+        storage_format=spec.config.experts.storage_format,
     )

@@ -236,7 +236,8 @@ class ExpertServer:
             timeline.add(TaskSpan(name, Stage.SEND, first.done_s, end_s, *numbers, peers))
 
     def _poll(self, timeout_s: float) -> list[ChannelEvent]:
-        if (self._queues or self._running) and not self._lacks_experts:
+        has_work = bool(self._queues or self._running)
+        if has_work and (not self._lacks_experts or self._experts.needs_polling):
             return self._endpoint.poll(0.0)
         start_s = self._clock()
         channel_events = self._endpoint.poll(timeout_s)

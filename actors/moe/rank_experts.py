@@ -14,6 +14,7 @@ from kernels.experts import ClampedGate
 from kernels.steps import Steps
 from models.experts.cache_requests import ExpertRequest, PredictedExpert
 from models.experts.cached_sum import CachedSum
+from models.experts.device_sum import PacketSum
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_half import ExpertHalf, missing_experts
 
@@ -62,6 +63,11 @@ class RankExperts:
     """
 
     calls: CallServer | None = None
+
+    @property
+    def needs_polling(self) -> bool:
+        """True while copies from a device are under way, which no descriptor reports."""
+        return False
 
     def holds(self, generation: int) -> bool:
         """Return True if the experts of that generation can be used."""
@@ -145,8 +151,12 @@ class ResidentExperts(RankExperts):
         return Computation(half.steps(header.layer, *pairs))
 
 
-class _CachedComputation(Computation):
-    def __init__(self, cache: ExpertCache, request: ExpertRequest, pairs_sum: CachedSum) -> None:
+class CachedComputation(Computation):
+    """Computation of a merged call whose experts are loaded on demand."""
+
+    def __init__(
+        self, cache: ExpertCache, request: ExpertRequest, pairs_sum: CachedSum | PacketSum
+    ) -> None:
         self._cache, self._request, self._sum = cache, request, pairs_sum
         super().__init__(self._steps())
 
@@ -162,7 +172,7 @@ class _CachedComputation(Computation):
         while self._request.left:
             self._sum.advance(self._cache, self._request)
             yield
-        return self._sum.out_UD
+        return self._sum.result()
 
 
 class CachedExperts(RankExperts):
@@ -199,7 +209,7 @@ class CachedExperts(RankExperts):
 
     def enqueue(self, packet: Packet) -> None:
         header = packet.header
-        experts = self._pair_counts(header, packet.tensors[3])
+        experts = self._pair_counts(header, packet.tensors[-1].tolist())
         self._requests[packet] = self._cache.request(
             header.layer, list(experts), header.priority, _owner(packet)
         )
@@ -209,15 +219,18 @@ class CachedExperts(RankExperts):
 
     def begin(
         self, packets: Sequence[Packet], pairs: MergedPairs | DevicePairs
-    ) -> _CachedComputation:
-        assert isinstance(pairs, MergedPairs)  # caches of ranks are on the CPU
+    ) -> CachedComputation:
+        assert isinstance(pairs, MergedPairs)
         x_UD, rows_N, weights_N, counts_e = pairs
-        pairs_of = self._pair_counts(packets[0].header, counts_e)
-        requests = [self._requests.pop(packet) for packet in packets]
-        request = requests[0] if len(requests) == 1 else self._cache.merge(requests, list(pairs_of))
-        return _CachedComputation(
+        pairs_of = self._pair_counts(packets[0].header, counts_e.tolist())
+        request = self._merged_request(packets, list(pairs_of))
+        return CachedComputation(
             self._cache, request, CachedSum(x_UD, rows_N, weights_N, pairs_of, self._clamped)
         )
+
+    def _merged_request(self, packets: Sequence[Packet], experts: Sequence[int]) -> ExpertRequest:
+        requests = [self._requests.pop(packet) for packet in packets]
+        return requests[0] if len(requests) == 1 else self._cache.merge(requests, experts)
 
     def discard(self, packet: Packet) -> None:
         self._cache.cancel(self._requests.pop(packet))
@@ -254,11 +267,10 @@ class CachedExperts(RankExperts):
     def close(self) -> None:
         self._cache.close()
 
-    def _pair_counts(self, header: Header, counts_e: Tensor) -> dict[int, int]:
+    def _pair_counts(self, header: Header, counts: Sequence[int]) -> dict[int, int]:
         """Return the pairs of each used expert, in the order of the rank's experts."""
         own = self._own[header.generation][header.layer]
-        counts = zip(own, counts_e.tolist(), strict=True)
-        return {expert: count for expert, count in counts if count}
+        return {expert: count for expert, count in zip(own, counts, strict=True) if count}
 
 
 def _owner(packet: Packet) -> _Owner:

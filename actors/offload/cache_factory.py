@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from actors.offload.device_backend import DeviceCache
 from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
@@ -17,7 +16,7 @@ from contracts.logs import event
 from contracts.ranks import RankSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.device_lanes import device_lane
-from models.experts.device_tier import DeviceFormat, DeviceSlots, DeviceTier
+from models.experts.device_tier import DeviceCache, DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
@@ -149,10 +148,19 @@ def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | No
     return Speculation(None if layers is None else frozenset(layers), config.speculative_weights)
 
 
-def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> DeviceCache:
-    """Return a GPU's cache. Raises CheckpointError, ResourceError, ConfigError."""
+def device_cache(
+    spec: RankSpec,
+    layout: ExpertLayout,
+    telemetry: Telemetry,
+    *,
+    own: Mapping[int, Sequence[int]] | None = None,
+) -> DeviceCache:
+    """Return a GPU's cache. own: as of `expert_cache`.
+
+    Raises CheckpointError, ResourceError, ConfigError.
+    """
     config, expert_bytes = spec.config, layout.num_bytes(1)
-    slots = slot_count(config.experts, expert_bytes, layout.spec)
+    slots = slot_count(config.experts, expert_bytes, layout.spec, own)
     check_memory(config.experts, slots, expert_bytes, free_bytes(layout.device), spec.device)
     where = config.prefill.host_store
     host = open_expert_memory(

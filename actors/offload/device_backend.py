@@ -33,9 +33,9 @@ from kernels.steps import Steps, add_tiled
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import AcquiredExpert, ExpertRequest, PredictedExpert
 from models.experts.cached_sum import CachedSum
-from models.experts.device_lanes import Arrival, DeviceLane
+from models.experts.device_lanes import Arrival
 from models.experts.device_sum import DeviceSum, device_sum
-from models.experts.device_tier import DeviceSlots, DeviceTier
+from models.experts.device_tier import DeviceCache
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_loading import clamped_gate
 from models.experts.router import RoutedTokens
@@ -44,26 +44,6 @@ from models.prediction.expert_predictor import ExpertPredictor, subsample
 _WAIT_S = 0.05  # in a task that continues before any expert or slot is there
 _SPIN_S = 2e-4  # ids usually arrive within microseconds
 _NAP_S = 5e-5
-
-
-class DeviceCache:
-    """A GPU's expert cache and its parts. close_host: frees the host memory behind it."""
-
-    def __init__(
-        self,
-        cache: ExpertCache,
-        slots: DeviceSlots,
-        tier: DeviceTier,
-        lane: DeviceLane,
-        close_host: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.cache, self.slots, self.tier, self.lane = cache, slots, tier, lane
-        self._close_host = close_host
-
-    def close(self) -> None:
-        """Close the cache and free the host memory. May be called twice."""
-        self.cache.close()
-        self._close_host()
 
 
 class DevicePending:
@@ -102,7 +82,6 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         self._timeline, self._clock, self._deadline_s = timeline, clock, deadline_s
         self._prefetcher = make_prefetcher(predictor, self._hint, self._cache.forget_hints)
         self._pending: list[DevicePending] = []
-        self._exposed_s = 0.0  # of the lane, as far as recorded
         self._woken = threading.Event()
 
     def wake(self) -> None:
@@ -121,7 +100,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         ids = self._lane.fetch(routed.topk_ids_TK)
         prediction = self._prefetcher.request_prediction(key, hidden_TD, routed, self._lane.fetch)
         held = self._held
-        pairs_sum = device_sum(routed, key.layer, held.slots.layer, held.tier, held.lane)
+        pairs_sum = device_sum(routed, key.layer, held)
         pending = DevicePending(key, routed, ids, pairs_sum)
         pending.prediction, pending.since_s = prediction, self._clock()
         self._pending.append(pending)
@@ -168,7 +147,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         if shared_TD is not None:
             hidden_TD.add_(shared_TD)
         self._prefetch(pending)
-        self._note_exposed()
+        self._timeline.exposed_s += self._held.count_exposed()
 
     def drop(self, pending: DevicePending) -> None:
         self._pending.remove(pending)
@@ -222,13 +201,6 @@ class DeviceBackend(ExpertBackend[DevicePending]):
                 f"{what} have not arrived from {self._half.device} for {waited_s:.1f} s; see "
                 f"channel.connect_timeout_s={self._deadline_s:g}"
             )
-
-    def _note_exposed(self) -> None:
-        """Record copy waits, which a device reports some layers later."""
-        exposed_s = self._lane.exposed_s
-        self._timeline.exposed_s += exposed_s - self._exposed_s
-        self._cache.traffic.waited_s += exposed_s - self._exposed_s
-        self._exposed_s = exposed_s
 
 
 class CachedPending:

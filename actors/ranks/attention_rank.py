@@ -43,6 +43,7 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
+from kernels.device import runs_on_device
 from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
@@ -170,6 +171,8 @@ def _experts(
     _register_metrics(client, spec.name, recorded.metrics)
     counts = DispatchCounts(spec.placement.ranks)
     counts.show(recorded.metrics, spec.name)
+    # On a device a prediction would be read by the host.
+    predicts = config.experts.is_bounded and not runs_on_device(half.device)
     backend = RemoteBackend(
         endpoint,
         client.slots,
@@ -178,7 +181,7 @@ def _experts(
         monotonic_s,
         reply_timeout_s=config.channel.reply_timeout_s,
         recovery_timeout_s=config.groups.recovery_timeout_s,
-        predictor=predictor(spec, half) if config.experts.is_bounded else None,
+        predictor=predictor(spec, half) if predicts else None,
         sample=sample,
         placement_client=client,
         counts=counts,

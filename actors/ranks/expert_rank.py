@@ -13,10 +13,11 @@ import torch
 
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
+from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
-from actors.offload.cache_factory import expert_cache
+from actors.offload.cache_factory import device_cache, expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink, rank_link
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
@@ -30,6 +31,7 @@ from contracts.placement import PlacementState, PlacementUpdate
 from contracts.planner_messages import CurrentPlacement, MoveOutcome, PlacementReport
 from contracts.ranks import DRAINED, RankReady, RankSpec
 from contracts.traces import TaskSpan
+from kernels.device import runs_on_device
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
@@ -125,9 +127,15 @@ def _load_experts(
 
     if spec.config.experts.is_bounded:
         known = own if any(own.values()) else None  # a rank added later: any expert
-        cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
-        endpoint.watch(cache.fileno())
-        cached = CachedExperts(cache, own, clamped_gate(model), generation)
+        cached: CachedExperts
+        if runs_on_device(device):
+            layout = ExpertLayout(model, dtype, device, packed=False)
+            held = device_cache(spec, layout, telemetry, own=known)
+            cached = DeviceCachedExperts(held, own, generation)
+        else:
+            cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
+            endpoint.watch(cache.fileno())
+            cached = CachedExperts(cache, own, clamped_gate(model), generation)
         listed = CachedExpertLoader(spec, model, urgent=True)
         return HeldExperts(cached, rebalance(cached, CachedExpertLoader(spec, model), listed))
     moves = spec.config.placement.rebalance != "off"
@@ -142,7 +150,7 @@ def _load_experts(
         device=device,
         progress=progress,
         separate=moves,
-        keeps_stored=spec.config.experts.keeps_stored,
+        storage_format=spec.config.experts.storage_format,
     )
     calls = CallServer(endpoint) if device.type == "cpu" else None
     resident = ResidentExperts(half, generation, calls)

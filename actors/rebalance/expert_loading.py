@@ -155,11 +155,11 @@ class PacedLoader(Loader):
         layout: ExpertLayout,
         limiter: RateLimiter,
         *,
-        keeps_stored: bool,
+        storage_format: bool | None,
         on_device: DeviceCopies | None = None,
     ) -> None:
         super().__init__(
-            checkpoint, layout.dtype, layout.device, None, 0, keeps_stored=keeps_stored
+            checkpoint, layout.dtype, layout.device, None, 0, storage_format=storage_format
         )
         self._limiter, self._on_device = limiter, on_device
 
@@ -167,11 +167,11 @@ class PacedLoader(Loader):
         rows = max(1, _PIECE_BYTES * len(out) // max(1, out.nbytes)) if out.ndim else 1
         for first in range(0, len(out), rows):
             piece, part = out[first : first + rows], stored[first : first + rows]
-            if self._on_device is None:
-                super().copy(part, piece)
-            else:
-                self._on_device.copy(part, piece)
-                self.count(piece.nbytes)
+            self._fill(part, piece)
+            self.count(piece.nbytes)
+
+    def _fill(self, stored: Tensor, out: Tensor) -> None:
+        (super()._fill if self._on_device is None else self._on_device.copy)(stored, out)
 
     def count(self, num_bytes: int) -> None:
         self._limiter.acquire(num_bytes)
@@ -313,12 +313,11 @@ class _LoadTask:
         if self._checkpoint is None:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
             self._check_same()
-        keeps_stored = self._spec.config.experts.keeps_stored
         loader = PacedLoader(
             self._checkpoint,
             self._layout,
             limiter,
-            keeps_stored=keeps_stored,
+            storage_format=self._spec.config.experts.storage_format,
             on_device=self._on_device,
         )
         layer, expert = key

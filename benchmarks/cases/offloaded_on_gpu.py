@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from actors.moe.backend import TaskKey
-from actors.offload.device_backend import DeviceBackend, DeviceCache
+from actors.offload.device_backend import DeviceBackend
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
@@ -43,7 +43,13 @@ from kernels.device import wait_for_device
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.experts.device_lanes import device_lane
-from models.experts.device_tier import PART_BYTES, DeviceFormat, DeviceSlots, DeviceTier
+from models.experts.device_tier import (
+    PART_BYTES,
+    DeviceCache,
+    DeviceFormat,
+    DeviceSlots,
+    DeviceTier,
+)
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields

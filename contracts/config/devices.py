@@ -53,6 +53,7 @@ _HOST, _CUDA = "tests/unit/actors/channels/test_backends.py", "tests/gpu/test_ch
 _GATHERED = "tests/unit/actors/gather/test_device_gather.py"
 _PLACED = "tests/oracle/test_placements.py"
 _INSTEAD = "leave it out, or set groups.device=cpu"
+_QUANTISED = "tests/oracle/test_quantised_checkpoints.py"
 _GRAPHS = "tests/oracle/test_decode_graphs.py"
 MODES = (
     Mode("attention over pages", lambda config: True,
@@ -63,9 +64,12 @@ MODES = (
          _GROUP, _PLACED),
     Mode("experts.slots, experts.bytes (expert ranks)",
          lambda config: config.groups.expert_ranks > 0 and config.experts.is_bounded,
-         _GROUP, instead=_INSTEAD),
+         _GROUP, _PLACED),
     Mode("experts.storage_format=true", lambda config: config.experts.storage_format is True,
-         "tests/oracle/test_quantised_checkpoints.py", instead=_INSTEAD),
+         _QUANTISED, _QUANTISED),
+    Mode("experts.storage_format (experts.slots, experts.bytes)",
+         lambda config: config.experts.storage_format is True and config.experts.is_bounded,
+         _QUANTISED, instead=_INSTEAD),
     Mode("experts.speculative=speculated",
          lambda config: config.experts.speculative == "speculated",
          "tests/unit/actors/offload/test_cached_backend.py", instead=_INSTEAD),
@@ -89,16 +93,6 @@ def refusal(config: TandemConfig, device: str) -> str:
         if not (mode.cuda if device == "cuda" else mode.cpu) and mode.is_set(config):
             return f"{mode.setting}: not with groups.device={device}: {mode.instead}"
     return ""
-
-
-def check_gathers(config: TandemConfig, device: str, backend: str) -> None:
-    """Raise ConfigError if prefill workers on GPUs cannot open each other's memory."""
-    kind, workers = config.prefill.experts, config.groups.prefill_ranks
-    if device == "cuda" and backend != "ipc" and workers > 1 and kind in ("gathered", "hybrid"):
-        raise ConfigError(
-            f"prefill.experts={kind}: on GPUs only within a node, with channel.backend=ipc, not "
-            f"{backend}: use resident, streamed, cached or all_to_all"
-        )
 
 
 def check_device(config: TandemConfig, device: str) -> None:

@@ -18,9 +18,9 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes of experts that a worker keeps in memory. null: see `slots`. If both are null, an
     expert rank keeps all of its experts."""
     storage_format: bool | None = None
-    """Keep experts on the CPU in the checkpoint's format (fp8, int8, MXFP4, bfloat16 for float32),
-    which products unpack: more experts fit, generation reads fewer bytes, answers are equal.
-    `bytes` counts stored bytes. null: unless the processor has matrix units for model.dtype."""
+    """Keep experts in the checkpoint's format (fp8, int8, MXFP4, bfloat16 for float32), which
+    products unpack: more experts fit, generation reads fewer bytes, answers are equal. `bytes`
+    counts stored bytes. null: on CPUs without matrix units for model.dtype."""
     eviction_policy: Literal["walk", "lru"] = "walk"
     """Expert to evict first. "walk": the least recently used one of the layer whose next use is
     farthest away. "lru": least recently used."""
@@ -47,11 +47,6 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def is_bounded(self) -> bool:
         """True if the number of experts in memory is limited."""
         return self.slots is not None or self.bytes is not None
-
-    @property
-    def keeps_stored(self) -> bool:
-        """True if resident experts stay as stored, where products can read them."""
-        return self.storage_format is not False
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.bytes is not None:

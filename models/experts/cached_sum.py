@@ -61,6 +61,10 @@ class CachedSum:
             cache.complete(request, acquired)
         return True
 
+    def result(self) -> Tensor:
+        """Return [U, D] float32, after all experts are computed."""
+        return self.out_UD
+
     def _run(
         self, cache: ExpertCache, acquired: list[AcquiredExpert], first: int, counts: list[int]
     ) -> None:

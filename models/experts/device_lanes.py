@@ -64,8 +64,8 @@ class DeviceLane(Protocol):
 
     def has_passed(self, mark: Mark) -> bool: ...
 
-    def fetch(self, tensor: Tensor) -> Arrival:
-        """Queue a copy to the host, after the queued compute."""
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> Arrival:
+        """Queue a copy to the host, after the queued compute unless the tensor is complete."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device, for following compute."""
@@ -125,7 +125,7 @@ class InlineLane:
     def has_passed(self, mark: Mark) -> bool:
         return True
 
-    def fetch(self, tensor: Tensor) -> _ReadyTensor:
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _ReadyTensor:
         return _ReadyTensor(tensor)
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -235,10 +235,10 @@ class CudaLane:
     def has_passed(self, mark: Mark) -> bool:
         return has_passed(mark.event)
 
-    def fetch(self, tensor: Tensor) -> _Fetched:
-        ready, arrived = new_event(), new_event()
-        ready.record(torch.cuda.current_stream(self._device))
-        self._fetching.wait_event(ready)
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _Fetched:
+        arrived = new_event()
+        if not is_complete:
+            self._fetching.wait_stream(torch.cuda.current_stream(self._device))
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._fetching):
             host.copy_(tensor, non_blocking=True)

@@ -20,10 +20,9 @@ from torch import Tensor
 from kernels import fused_ops
 from kernels.experts import clamped_gated
 from kernels.gpu_experts import Pairs, slot_experts, supports_slots
-from models.experts.cache_requests import AcquiredExpert
-from models.experts.device_lanes import DeviceLane
-from models.experts.device_tier import DeviceTier
-from models.experts.expert_loading import ExpertLayer
+from models.experts.cache_requests import AcquiredExpert, ExpertRequest
+from models.experts.device_tier import DeviceCache
+from models.experts.expert_cache import ExpertCache
 from models.experts.router import RoutedTokens
 
 
@@ -43,39 +42,73 @@ class DeviceSum(Protocol):
         """Return [T, D] float32, after all experts are queued."""
 
 
-def device_sum(
-    routed: RoutedTokens, layer: int, slots: ExpertLayer, tier: DeviceTier, lane: DeviceLane
-) -> DeviceSum:
-    """slots: the contents of the slots."""
-    if supports_slots(routed.x_TD, routed.topk_ids_TK, slots.gate_up, slots.clamped):
-        return _FewPairsSum(routed, layer, slots, tier, lane)
-    return _ManyPairsSum(routed, slots, tier)
+def device_sum(routed: RoutedTokens, layer: int, held: DeviceCache) -> DeviceSum:
+    """Return the sum of a micro-batch whose ids will be on the host."""
+    if _has_few_pairs(routed, held):
+        return _FewPairsSum(routed, layer, held)
+    return _ManyPairsSum(routed, held)
 
 
-def _output(routed: RoutedTokens) -> Tensor:
-    pairs, dim = routed.topk_ids_TK.numel(), routed.x_TD.shape[1]
-    return torch.empty(pairs, dim, dtype=routed.x_TD.dtype, device=routed.x_TD.device)
+class PacketSum:
+    """The sum of packets on a device, computed like a `CachedSum`.
+
+    The ids of `routed` are places in `own`, the rank's experts; len(own): the expert is elsewhere.
+    """
+
+    def __init__(
+        self,
+        routed: RoutedTokens,
+        counts_e: Tensor,
+        counts: Sequence[int],
+        own: Sequence[int],
+        held: DeviceCache,
+    ) -> None:
+        """Sort the pairs. counts: the numbers in counts_e, pairs of each expert."""
+        self._place_of = {expert: place for place, expert in enumerate(own)}
+        self._sum: _FewPairsSum | _ManyPairsSum
+        if _has_few_pairs(routed, held):
+            self._sum = _FewPairsSum(routed, 0, held, len(own))
+        else:
+            self._sum = _ManyPairsSum(routed, held)
+            self._sum.sort(counts, counts_e)
+
+    def advance(self, cache: ExpertCache, request: ExpertRequest) -> bool:
+        """Queue the products of available experts. Raises ChannelError if one cannot be read."""
+        acquired = cache.acquire_ready(request)
+        if acquired:
+            placed = [AcquiredExpert(self._place_of[expert], slot) for expert, slot in acquired]
+            self._sum.compute(placed)
+            cache.complete(request, acquired)
+        return bool(acquired)
+
+    def result(self) -> Tensor:
+        """Return [C, D] float32, after all experts are queued."""
+        return self._sum.result()
 
 
-def _weighted_sum(y_ND: Tensor, places_TK: Tensor, routed: RoutedTokens) -> Tensor:
+def _has_few_pairs(routed: RoutedTokens, held: DeviceCache) -> bool:
+    slots = held.slots.layer
+    return supports_slots(routed.x_TD, routed.topk_ids_TK, slots.gate_up, slots.clamped)
+
+
+def _weighted_sum(
+    y_ND: Tensor, places_TK: Tensor, routed: RoutedTokens, count: Tensor | None = None
+) -> Tensor:
     out_TD = torch.empty(routed.x_TD.shape, dtype=torch.float32, device=y_ND.device)
-    fused_ops.weighted_sum(y_ND, places_TK, routed.topk_weights_TK, out_TD)
+    fused_ops.weighted_sum(y_ND, places_TK, routed.topk_weights_TK, out_TD, count)
     return out_TD
 
 
 class _FewPairsSum:
     def __init__(
-        self,
-        routed: RoutedTokens,
-        layer: int,
-        slots: ExpertLayer,
-        tier: DeviceTier,
-        lane: DeviceLane,
+        self, routed: RoutedTokens, layer: int, held: DeviceCache, elsewhere: int | None = None
     ) -> None:
-        self._routed, self._layer, self._slots = routed, layer, slots
-        self._tier, self._lane = tier, lane
-        self._y_ND = _output(routed)
-        self._ids_TK: Tensor | None = None
+        """elsewhere: id of pairs that count as zeros, above those of all experts."""
+        self._routed, self._layer, self._slots = routed, layer, held.slots.layer
+        self._tier, self._lane = held.tier, held.lane
+        self._ids = 1 + (held.tier.num_experts if elsewhere is None else elsewhere)
+        pairs = routed.topk_ids_TK.numel()
+        self._y_ND = routed.x_TD.new_zeros(pairs, routed.x_TD.shape[1])
 
     def start(self) -> Collection[int]:
         in_slots = self._tier.in_slots(self._layer)
@@ -85,17 +118,15 @@ class _FewPairsSum:
         return in_slots.slots.keys()
 
     def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
-        self._ids_TK = ids_TK
         return sorted(set(ids_TK.flatten().tolist()))
 
     def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
-        assert self._ids_TK is not None
-        slots_TK = torch.full(self._ids_TK.shape, -1, dtype=torch.int32)
+        slots_E = torch.full((self._ids,), -1, dtype=torch.int32)
         for expert, slot in acquired:
-            slots_TK[self._ids_TK == expert] = slot
+            slots_E[expert] = slot
         slots = [slot for _, slot in acquired]
         self._tier.wait_for(slots)
-        self._multiply(self._lane.upload(slots_TK))
+        self._multiply(self._lane.upload(slots_E)[self._routed.topk_ids_TK])
         self._tier.mark_used(slots)
 
     def result(self) -> Tensor:
@@ -109,10 +140,12 @@ class _FewPairsSum:
 
 
 class _ManyPairsSum:
-    def __init__(self, routed: RoutedTokens, slots: ExpertLayer, tier: DeviceTier) -> None:
-        self._routed, self._slots, self._tier = routed, slots, tier
-        self._y_ND = _output(routed)
+    def __init__(self, routed: RoutedTokens, held: DeviceCache) -> None:
+        self._routed, self._slots, self._tier = routed, held.slots.layer, held.tier
+        pairs = routed.topk_ids_TK.numel()
+        self._y_ND = routed.x_TD.new_empty(pairs, routed.x_TD.shape[1])
         self._pairs: Pairs | None = None
+        self._count: Tensor | None = None
         self._ends: list[int] = []
 
     def start(self) -> Collection[int]:
@@ -120,9 +153,14 @@ class _ManyPairsSum:
 
     def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
         counts = torch.bincount(ids_TK.flatten()).tolist()
-        self._ends = list(itertools.accumulate(counts))
-        self._pairs = Pairs(self._routed.topk_ids_TK, len(counts))
+        self.sort(counts)
         return [expert for expert, count in enumerate(counts) if count]
+
+    def sort(self, counts: Sequence[int], counts_e: Tensor | None = None) -> None:
+        """Sort the pairs by expert. counts_e: on the device, if pairs of other ids are zeros."""
+        self._ends = list(itertools.accumulate(counts))
+        self._pairs = Pairs(self._routed.topk_ids_TK, len(counts), counts_e)
+        self._count = None if counts_e is None else self._pairs.ends_e[-1:]
 
     def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
         assert self._pairs is not None
@@ -138,4 +176,4 @@ class _ManyPairsSum:
 
     def result(self) -> Tensor:
         assert self._pairs is not None
-        return _weighted_sum(self._y_ND, self._pairs.places_TK, self._routed)
+        return _weighted_sum(self._y_ND, self._pairs.places_TK, self._routed, self._count)

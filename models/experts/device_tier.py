@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from contracts.expert_eviction import ExpertKey
 from models.experts.device_lanes import DeviceLane, Mark
-from models.experts.expert_cache import HINT_URGENCY
+from models.experts.expert_cache import HINT_URGENCY, ExpertCache
 from models.experts.expert_format import CompletedRead, ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
@@ -74,7 +74,7 @@ class DeviceTier:
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._experts, self._lane = experts, lane
-        self._num_experts, self.expert_bytes = layout.spec.num_experts, layout.num_bytes(1)
+        self.num_experts, self.expert_bytes = layout.spec.num_experts, layout.num_bytes(1)
         self._ranges = _ranges(layout, part_bytes)
         self.parts = len(self._ranges)
         self._device = layout.device
@@ -174,7 +174,7 @@ class DeviceTier:
         snapshot = self._snapshots.get(layer)
         if snapshot is None:
             slots = dict(self._slots[layer])
-            slots_E = torch.full((self._num_experts,), -1, dtype=torch.int32)
+            slots_E = torch.full((self.num_experts,), -1, dtype=torch.int32)
             if slots:
                 slots_E[list(slots)] = torch.tensor(list(slots.values()), dtype=torch.int32)
             snapshot = self._snapshots[layer] = InSlot(slots, self._lane.upload(slots_E))
@@ -277,3 +277,31 @@ class DeviceFormat:
 
     def slots(self, count: int) -> DeviceSlots:
         return DeviceSlots(self._layout, count)
+
+
+class DeviceCache:
+    """A GPU's expert cache and its parts. close_host: frees the host memory behind it."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        slots: DeviceSlots,
+        tier: DeviceTier,
+        lane: DeviceLane,
+        close_host: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cache, self.slots, self.tier, self.lane = cache, slots, tier, lane
+        self._close_host = close_host
+        self._exposed_s = 0.0
+
+    def count_exposed(self) -> float:
+        """Return the time that compute waited for copies, as reported since the last call."""
+        exposed_s = self.lane.exposed_s - self._exposed_s
+        self._exposed_s += exposed_s
+        self.cache.traffic.waited_s += exposed_s
+        return exposed_s
+
+    def close(self) -> None:
+        """Close the cache and free the host memory. May be called twice."""
+        self.cache.close()
+        self._close_host()

@@ -78,6 +78,8 @@ class ExpertHalf:
         self.spec = spec
         self.expert_ids = _by_layer(expert_ids, layers)
         self._layers = layers
+        for held in layers.values():
+            held.locate()
 
     @staticmethod
     def load(
@@ -90,12 +92,12 @@ class ExpertHalf:
         progress: Progress | None = None,
         layers: Sequence[int] | None = None,
         separate: bool = False,
-        keeps_stored: bool = True,
+        storage_format: bool | None = None,
     ) -> ExpertHalf:
         """Read these experts' tensors (slices of fused ones) of `layers` (None: all MoE layers).
 
-        separate: each expert in memory of its own. keeps_stored: in the checkpoint's format, where
-        products on the CPU can read it. Raises CheckpointError.
+        separate: each expert in memory of its own. storage_format: True: in the checkpoint's format
+        where products can read it; None: only on CPUs. Raises CheckpointError.
         """
         moe_layers = spec.moe_layers if layers is None else layers
         ids_of = _by_layer(expert_ids, moe_layers)
@@ -108,7 +110,7 @@ class ExpertHalf:
         elements = sum(map(len, ids_of.values())) * layout.expert_elements(spec)
         whole = elements * dtype.itemsize
         target = torch.device(device)
-        loader = Loader(checkpoint, dtype, target, progress, whole, keeps_stored=keeps_stored)
+        loader = Loader(checkpoint, dtype, target, progress, whole, storage_format=storage_format)
         held = {}
         for layer in moe_layers:
             read = load_separately if separate else load_experts

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kernels.device import runs_on_device
 from kernels.experts import ClampedGate
-from kernels.linear import ExpertLinears, PackedLinear, linears
+from kernels.linear import ExpertLinears, PackedLinear, Product, linears
 from kernels.quantization import FP8_BLOCK, dequantize, dequantize_mxfp4
-from kernels.stored import StoredWeight, pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
+from kernels.stored import RawWeight, Storage, StoredWeight
+from kernels.stored_experts import StoredLinear
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint, fused_weight_specs
@@ -22,6 +25,8 @@ from models.weights.loading import Loader
 
 Copy = Callable[[Tensor, Tensor], object]
 """(source, target): copy, with conversion to the dtype of the target."""
+
+W = TypeVar("W")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +36,10 @@ class ExpertLayer:
     gate_up: ExpertLinears
     down: ExpertLinears
     clamped: ClampedGate | None = None
+
+    def locate(self) -> None:
+        """Make the tables of a device's experts, which the first request need not wait for."""
+        _ = self.gate_up.table, self.down.table
 
 
 def load_experts(
@@ -53,20 +62,40 @@ def _load_stored(
 ) -> ExpertLayer | None:
     """Read these experts as they are stored, if products can read all of them."""
     stored_layer = StoredLayer(checkpoint, spec, layer)
-    gate_ups: list[PackedLinear] = []
-    downs: list[PackedLinear] = []
+    found: list[Sequence[Product]] = []
     for expert in expert_ids:
-        stored = stored_layer.expert(expert)
+        products = _stored_products(stored_layer.expert(expert), spec, loader)
+        if products is None:
+            return None
+        found.append(products)
+        loader.count(layout.expert_elements(spec) * loader.dtype.itemsize)
+    gate_up, down = (ExpertLinears(each, None) for each in zip(*found, strict=True))
+    return ExpertLayer(gate_up, down, clamped_gate(spec))
+
+
+def _stored_products(
+    stored: Mapping[str, Tensor], spec: ModelSpec, loader: Loader
+) -> Sequence[Product] | None:
+    """Return an expert's gate_up and down as they are stored, on the loader's device."""
+    biases = stored_biases(stored, spec, loader.dtype)
+    if not runs_on_device(loader.device):
         weights = stored_weights(stored, spec, loader.dtype)
         if weights is None:
             return None
-        biases = stored_biases(stored, spec, loader.dtype)
-        for products, weight, bias_N in zip((gate_ups, downs), weights, biases, strict=True):
-            products.append(PackedLinear.of_panels(weight, loader.dtype, bias_N))
-        loader.count(layout.expert_elements(spec) * loader.dtype.itemsize)
-    return ExpertLayer(
-        ExpertLinears(gate_ups, None), ExpertLinears(downs, None), clamped_gate(spec)
-    )
+        each = zip(weights, biases, strict=True)
+        return [PackedLinear.of_panels(weight, loader.dtype, bias_N) for weight, bias_N in each]
+    raw = _pair_of(stored, spec, loader.dtype, RawWeight.checked)
+    if raw is None:
+        return None
+    return [
+        StoredLinear(
+            weight.storage,
+            loader.keep(weight.codes),
+            None if weight.scales is None else loader.keep(weight.scales),
+            None if bias_N is None else loader.keep(bias_N),
+        )
+        for weight, bias_N in zip(raw, biases, strict=True)
+    ]
 
 
 def load_separately(
@@ -151,6 +180,13 @@ def stored_weights(
 
     None: rows of `dtype` are not multiplied with such weights, or they are no smaller.
     """
+    return _pair_of(stored, spec, dtype, RawWeight.packed)
+
+
+def _pair_of(
+    stored: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, use: Callable[[RawWeight], W]
+) -> tuple[W, W] | None:
+    """Return what `use` makes of an expert's gate_up and down; None as of `stored_weights`."""
     whole = slice(None)
     if "gate" in stored:
         gate_up = [("gate", whole), ("up", whole)]
@@ -159,28 +195,29 @@ def stored_weights(
     else:
         gate_up = [("gate_up", slice(0, None, 2)), ("gate_up", slice(1, None, 2))]
     try:
-        weights = [
-            _stored_weight(stored, rows, spec, dtype) for rows in (gate_up, [("down", whole)])
-        ]
+        weights = [_raw_weight(stored, rows, spec, dtype) for rows in (gate_up, [("down", whole)])]
+        found = [weight for weight in weights if weight is not None]
+        is_uniform = len({weight.storage for weight in found}) == 1
+        if len(found) < len(weights) or not is_uniform:
+            return None
+        return use(found[0]), use(found[1])
     except ValueError:  # an unusual scale
         return None
-    found = [weight for weight in weights if weight is not None]
-    is_uniform = len({weight.storage for weight in found}) == 1
-    return (found[0], found[1]) if len(found) == len(weights) and is_uniform else None
 
 
-def _stored_weight(
+def _raw_weight(
     stored: Mapping[str, Tensor],
     parts: Sequence[tuple[str, slice]],
     spec: ModelSpec,
     dtype: torch.dtype,
-) -> StoredWeight | None:
-    """Return rows of roles, one after the other, in panels. Raises ValueError."""
+) -> RawWeight | None:
+    """Return rows of roles, one after the other. Raises ValueError."""
     if all(f"{role}_blocks" in stored for role, _ in parts):
-        blocks = torch.cat([stored[f"{role}_blocks"][rows] for role, rows in parts])
-        return pack_mxfp4(
-            blocks, torch.cat([stored[f"{role}_scales"][rows] for role, rows in parts])
+        blocks, exponents = (
+            torch.cat([stored[f"{role}_{part}"][rows] for role, rows in parts])
+            for part in ("blocks", "scales")
         )
+        return RawWeight(Storage.MXFP4, blocks, exponents)
     if any(f"{role}_blocks" in stored for role, _ in parts):
         return None
     if all(f"{role}_scale" in stored for role, _ in parts):
@@ -192,14 +229,14 @@ def _stored_weight(
             [_row_scales(stored[role], stored[f"{role}_scale"])[rows] for role, rows in parts]
         )
         if torch.int8 in kinds:
-            return pack_int8(weight_NK.view(torch.int8), scale_NS)
-        return pack_fp8(weight_NK, scale_NS)
+            return RawWeight(Storage.INT8, weight_NK.view(torch.int8), scale_NS)
+        return RawWeight(Storage.FP8, weight_NK, scale_NS)
     matrices = [stored[role].t() if is_transposed(spec) else stored[role] for role, _ in parts]
     are_narrow = all(matrix.dtype is torch.bfloat16 for matrix in matrices)
     if dtype is not torch.float32 or not are_narrow:
         return None
     rows_of = zip(matrices, parts, strict=True)
-    return pack_bfloat16(torch.cat([matrix[rows] for matrix, (_, rows) in rows_of]))
+    return RawWeight(Storage.BFLOAT16, torch.cat([matrix[rows] for matrix, (_, rows) in rows_of]))
 
 
 def _row_scales(weight_NK: Tensor, scale: Tensor) -> Tensor:

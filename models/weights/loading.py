@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
+from kernels.device import runs_on_device
 from kernels.linear import PackedLinear, has_panels
 from models.weights.layout import WeightSpec
 
@@ -41,13 +42,14 @@ class Loader:
         progress: Progress | None,
         total_bytes: int,
         *,
-        keeps_stored: bool = False,
+        storage_format: bool | None = False,
     ) -> None:
-        """Set up a loader. keeps_stored: of experts, what products can read as it is stored."""
-        self.keeps_stored = keeps_stored and has_panels(dtype, device)
+        """Set up a loader. storage_format: keep experts as stored; None: on CPUs with panels."""
+        on_device = storage_format is True and runs_on_device(device)
+        self.keeps_stored = (storage_format is not False and has_panels(dtype, device)) or on_device
         self._source = source
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._progress = progress
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
@@ -70,8 +72,17 @@ class Loader:
         return PackedLinear(self.load(*parts), self.load(*bias) if bias else None)
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
-        out.copy_(stored)
+        self._fill(stored, out)
         self.count(out.nbytes)
+
+    def keep(self, stored: Tensor) -> Tensor:
+        """Return a copy on the device in the dtype that it is stored in, which is not counted."""
+        out = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+        self._fill(stored, out)
+        return out
+
+    def _fill(self, stored: Tensor, out: Tensor) -> None:
+        out.copy_(stored)
 
     def count(self, num_bytes: int) -> None:
         """Record bytes of `dtype` that were loaded."""
@@ -79,7 +90,7 @@ class Loader:
 
     def empty(self, *shape: int, float32: bool = False) -> Tensor:
         dtype = torch.float32 if float32 else self.dtype
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def finish_layer(self) -> None:
         self._source.release()

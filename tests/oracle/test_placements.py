@@ -12,15 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import kernels.device
 from actors.gather import all_to_all
-from actors.moe import remote_backend
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
 from contracts.ranks import Group
-from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec, read_spec
 from planner.placement.slots import contiguous
+from tests.support.fake_device import act_as_a_device
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -68,11 +66,6 @@ def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_p
                 _check(client, local, prompts(number, LENGTHS))
 
 
-def act_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
-    monkeypatch.setattr(ExpertHalf, "steps", None)
-
-
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 @pytest.mark.parametrize(
     ("backend", "extra", "experts", "as_on_a_device"),
@@ -82,6 +75,7 @@ def act_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tcp", [1, 3], {"slots": 12}, False),
         ("shm", [0, 0, 0], {}, True),
         ("tcp", [1, 0, 2], {}, True),
+        ("tcp", [1, 3], {"slots": 12}, True),
     ],
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(
@@ -97,8 +91,6 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
     """experts: a section; with slots a rank keeps some of its experts only. as_on_a_device: as with
     GPUs, with CPU tensors; nothing of the host's path may run."""
     if as_on_a_device:
-        monkeypatch.setattr(remote_backend, "plan_dispatch", None)
-        monkeypatch.setattr(remote_backend.RemoteBackend, "layer_decoder", lambda self, kv: None)
         act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")

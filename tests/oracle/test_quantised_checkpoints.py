@@ -21,6 +21,7 @@ from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
+from tests.support.fake_device import act_as_a_device
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
 from tests.support.local_model import LocalModel
 from tests.support.one_line_errors import one_line_error
@@ -134,6 +135,29 @@ def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], ki
     expected = LocalModel.load(dequantised, dtype="float32").forward([PROMPT])[0][-1]
     with ThreadGroup(quantised, group_config(1, 2)) as group, group.client() as client:
         found = client.last_logits([PROMPT])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rebalance", ["off", "once"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_on_devices_keep_experts_as_they_are_stored(
+    pair_of: Callable[[str], Pair], kind: str, rebalance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, dequantised = pair_of(kind)
+    expected = LocalModel.load(dequantised, dtype="float32").forward([PROMPT])[0][-1]
+    act_as_a_device(monkeypatch)
+    kinds, load = set[Storage](), ExpertHalf.load
+    sections = {"experts": {"storage_format": True}, "placement": {"rebalance": rebalance}}
+
+    def recorded(*given: Any, **more: Any) -> ExpertHalf:
+        half = load(*given, **more)
+        kinds.update(each.gate_up[0].weight.storage for each in half.layers().values())  # type: ignore[attr-defined]
+        return half
+
+    monkeypatch.setattr(ExpertHalf, "load", recorded)
+    with ThreadGroup(quantised, group_config(1, 2, **sections)) as group, group.client() as client:
+        found = client.last_logits([PROMPT])[0]
+    assert kinds == {MADE[kind][-1]}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from kernels.linear import ExpertLinears
+
 _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::lift_fresh")
 
 
@@ -31,6 +33,11 @@ class LaunchedKernels:
     def gather_rows(self, x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Tensor:
         self.launches += 1
         return x_TD.new_empty((len(rows_N), x_TD.shape[1]))
+
+    def grouped_products(self, x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
+        self.launches += 1
+        assert linear_e.table is not None
+        return x_NK.new_empty((len(x_NK), linear_e.out_features))
 
     def pack_rows(self, *_: Any) -> None:
         self.launches += 1

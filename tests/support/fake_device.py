@@ -4,11 +4,23 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import pytest
 from torch import Tensor
 
+import kernels.device
+from actors.moe import remote_backend
 from models.experts.device_lanes import Mark
 from models.experts.device_tier import DeviceTier, InSlot
 from models.experts.expert_format import SlotMemory
+from models.experts.expert_half import ExpertHalf
+
+
+def act_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as with GPUs, with CPU tensors; nothing of the host's path may run."""
+    monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
+    monkeypatch.setattr(ExpertHalf, "steps", None)
+    monkeypatch.setattr(remote_backend, "plan_dispatch", None)
+    monkeypatch.setattr(remote_backend.RemoteBackend, "layer_decoder", lambda self, kv: None)
 
 
 class _Queued(NamedTuple):
@@ -67,7 +79,7 @@ class FakeLane:
             self._until(self._queue[0].number)
         return not self._queue or mark.number < self._queue[0].number
 
-    def fetch(self, tensor: Tensor) -> _Coming:
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _Coming:
         return _Coming(tensor, 1 << 60 if self.stalls else self._dice.randrange(3))
 
     def upload(self, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from tests.support.channel_workload import PIPELINES, Overlap, Workload, World, 
 from tests.support.cuda_model import ModelError
 from tests.support.gather_workload import gather_code, gather_symptom
 from tests.support.moving_workload import moving_code, moving_symptom
+from tests.support.slots_workload import slots_code, slots_symptom
 
 BUGS = Path(__file__).with_name("device_bugs.json")
 REQUIRED_OVERLAP = 0.95  # of the plan's
@@ -29,7 +30,7 @@ class DeviceBug(msgspec.Struct, frozen=True):
     file: str
     old: str
     new: str
-    code: Literal["channels", "gather", "moves"] = "channels"
+    code: Literal["channels", "gather", "moves", "slots"] = "channels"
 
 
 class Case(NamedTuple):
@@ -122,6 +123,8 @@ def found(bug: DeviceBug, seeds: range) -> str:
         return gather_symptom(gather_code(bug.file, bug.old, bug.new), seeds)
     if bug.code == "moves":
         return moving_symptom(moving_code(bug.file, bug.old, bug.new), seeds)
+    if bug.code == "slots":
+        return slots_symptom(slots_code(bug.file, bug.old, bug.new), seeds)
     for backend in backends_of(bug):
         if result := symptom(planted(bug, backend), seeds):
             return result

@@ -75,11 +75,12 @@ def placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
 def bytes_per_expert(config: TandemConfig, spec: ModelSpec) -> int:
     """Return the bytes of one expert as a rank keeps it. Raises CheckpointError."""
     dtype = resolve_dtype(spec, config.model.dtype)
-    if config.groups.device == "cuda":
+    stored = config.experts.storage_format
+    if config.groups.device == "cuda" and stored is not True:
         return layout.expert_elements(spec) * dtype.itemsize
     checkpoint, device = Checkpoint(resolve_model_folder(config.model.path)), torch.device("cpu")
     expert_layout = ExpertLayout(spec, dtype, device)
-    return sum(slot_format(checkpoint, expert_layout, config.experts.storage_format).sizes)
+    return sum(slot_format(checkpoint, expert_layout, stored).sizes)
 
 
 def _lockstep_share(config: TandemConfig, spec: ModelSpec) -> float:

@@ -157,6 +157,11 @@ def test_invalid_setting_is_rejected(override: str, what: str) -> None:
 _ALONE = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
 _BESIDE = {  # what a mode needs
     "experts.slots, experts.bytes (expert ranks)": ["experts.slots=9"],
+    "experts.storage_format (experts.slots, experts.bytes)": [
+        "experts.slots=9",
+        "experts.storage_format=true",
+        *_ALONE,
+    ],
     "experts.speculative=speculated": ["experts.slots=9", *_ALONE],
     "prefill.experts=cached": ["experts.slots=9"],
 }

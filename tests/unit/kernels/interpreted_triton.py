@@ -6,6 +6,8 @@ rounding, so values may differ by two steps; float32 and float16 are computed as
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +17,11 @@ from torch import Tensor
 from kernels import experts, norm_rope, paged_attention
 from kernels import triton_attention as attention
 from kernels import triton_kernels as fused
+from kernels.linear import ExpertLinears, PackedLinear
 from kernels.packed_attention import SequenceRows
 from kernels.pages import Pages, Seen, plan_paged
+from kernels.stored import Storage
+from kernels.stored_experts import StoredLinear
 from tests.support import kernel_reference as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -146,6 +151,62 @@ def test_slot_experts_equal_reference(
     flipped_ND = torch.full_like(y_ND, 7.0)
     fused.slot_experts(x_TD, slots_TK.flip(0).contiguous(), gate_up, down, flipped_ND)
     assert torch.equal(again_ND, flipped_ND)
+
+
+def stored_product(storage: Storage, N: int, K: int, seed: int, *, bias: bool) -> StoredLinear:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(N, generator=generator).half() if bias else None
+    if storage is Storage.MXFP4:
+        blocks = torch.randint(256, (N, K // 32, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(118, 125, (N, K // 32), generator=generator, dtype=torch.uint8)
+        return StoredLinear(storage, blocks, exponents, made)
+    scales = 0.01 * torch.rand(N, -(-K // 128), generator=generator)
+    if storage is Storage.INT8:
+        codes = torch.randint(-128, 128, (N, K), generator=generator, dtype=torch.int8)
+        return StoredLinear(storage, codes, scales, made)
+    codes = torch.randint(256, (N, K), generator=generator, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0
+    return StoredLinear(storage, codes, scales, made)
+
+
+storages = pytest.mark.parametrize("storage", [Storage.MXFP4, Storage.FP8, Storage.INT8])
+
+
+@storages
+def test_products_unpack_every_code_to_the_bit(storage: Storage) -> None:
+    """Products with the rows of an identity are the weight's columns."""
+    N, K = 70, 160
+    product = stored_product(storage, N, K, 1, bias=False)
+    found_KN = fused.grouped_products(
+        torch.eye(K), ExpertLinears([product], None), torch.tensor([K], dtype=torch.int32)
+    )
+    assert torch.equal(found_KN.t(), product.unpacked(slice(None), torch.float32))
+
+
+@storages
+@pytest.mark.parametrize(("counts", "bias"), [([0, 3, 0, 17, 1], True), ([40, 0, 0, 0, 90], False)])
+def test_products_of_experts_apart_equal_their_reference(
+    storage: Storage, counts: list[int], bias: bool
+) -> None:
+    """Rows after the last expert's are not written."""
+    N, K = 70, 160
+    products = [stored_product(storage, N, K, seed, bias=bias) for seed in range(len(counts))]
+    ends_e = torch.tensor(counts).cumsum(0).int()
+    x_NK = normal(sum(counts) + 5, K, dtype=torch.float16)
+    with mock.patch.object(torch, "empty", lambda *size, **_: torch.full(size, 7.0).half()):
+        found = fused.grouped_products(x_NK, ExpertLinears(products, None), ends_e)
+    rows = torch.split(x_NK[:-5], counts)
+    expected = torch.cat([product(each) for product, each in zip(products, rows, strict=True)])
+    close(found[:-5], expected, torch.float16, 4.0)
+    assert (found[-5:] == 7.0).all()
+
+
+def test_products_of_weights_as_computed_with_equal_their_reference() -> None:
+    products = [PackedLinear(normal(33, 48, dtype=torch.float16, seed=n)) for n in range(3)]
+    x_NK, ends_e = normal(25, 48, dtype=torch.float16), torch.tensor([4, 4, 25]).int()
+    found = fused.grouped_products(x_NK, ExpertLinears(products, None), ends_e)
+    expected = torch.cat([products[0](x_NK[:4]), products[2](x_NK[4:])])
+    close(found, expected, torch.float16, 8.0)
 
 
 @kinds

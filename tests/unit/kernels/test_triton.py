@@ -61,6 +61,7 @@ KERNELS: dict[str, Kernel] = {
     "_slot_gated": ([BF16, I32, BF16, BF16, "i32"], {"D": 7168, "F": 2048, **_SLOTS}),
     "_slot_product": ([BF16, I32, BF16, BF16], {"D": 7168, "F": 2048, **_SLOTS}),
 }  # fmt: skip
+LARGE = ("_attend", "_grouped")
 ATTENTION_REGISTERS = 255  # all of a thread: few, large blocks that read ahead
 _ATTEND = [BF16, BF16, BF16, I32, I32, BF16, BF16, F32, F32, "fp32", "i32", "i32"]
 # Query heads of a KV head, elements of a key and of a value, rows of a tile.
@@ -83,6 +84,30 @@ def attention_kernel(heads: int, key: int, value: int, rows: int) -> Kernel:
     return _ATTEND, {**constants, **sizes(heads, key, value, rows, shared=key > value)}
 
 
+PRODUCT_REGISTERS = 224  # two blocks a processor, whose tensor cores read large tiles
+# Outputs and inputs, (token, expert) pairs of 16 experts, storage.
+PRODUCTS = {
+    "gpt-oss decode": (5760, 2880, 64, "MXFP4"),
+    "gpt-oss prompt": (2880, 2880, 8192, "MXFP4"),
+    "deepseek decode": (4096, 7168, 64, "FP8"),
+    "deepseek prompt": (7168, 2048, 8192, "FP8"),
+    "int8 decode": (1536, 2048, 256, "INT8"),
+    "int8 prompt": (2048, 768, 8192, "INT8"),
+    "moved experts": (1536, 2048, 8192, "PLAIN"),
+}
+
+
+def product_kernel(outputs: int, inputs: int, pairs: int, storage: str) -> Kernel:
+    from kernels.stored import Storage
+    from kernels.triton_kernels import product_tiles
+
+    codes, scales, step = {"MXFP4": ("*u8", "*u8", 16), "FP8": ("*u8", F32, 16),
+                           "INT8": ("*i8", F32, 16), "PLAIN": (BF16, BF16, 8)}[storage]  # fmt: skip
+    constants = {"N": outputs, "K": inputs, "KIND": int(Storage[storage]), "BIAS": True,
+                 "ALIGNED": step, "EXPERTS": 16, **product_tiles(pairs, 16)}  # fmt: skip
+    return [BF16, I32, I64, codes, scales, BF16, BF16, "i32"], constants
+
+
 def usage(name: str, given_kernel: Kernel, arch: int, to: Path) -> Any:
     """Return registers per thread and bytes of stack, which are spills, of a compiled kernel."""
     import triton
@@ -103,7 +128,7 @@ def usage(name: str, given_kernel: Kernel, arch: int, to: Path) -> Any:
     assert not list(given), f"{name} has fewer arguments"
     numbered = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     pointers = [n for n, each in enumerate(signature.values()) if each.startswith("*")]
-    aligned = {(n,): [["tt.divisibility", 16]] for n in pointers} if name == "_attend" else {}
+    aligned = {(n,): [["tt.divisibility", 16]] for n in pointers} if name in LARGE else {}
     source = ASTSource(kernel, signature, constexprs=numbered, attrs=aligned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,6 +159,13 @@ def test_attention_compiles_without_spills(model: str, arch: int, tmp_path: Path
     assert (stack_bytes, registers <= ATTENTION_REGISTERS) == (0, True), registers
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("model", PRODUCTS)
+def test_products_compile_without_spills(model: str, arch: int, tmp_path: Path) -> None:
+    registers, stack_bytes = usage("_grouped", product_kernel(*PRODUCTS[model]), arch, tmp_path)
+    assert (stack_bytes, registers <= PRODUCT_REGISTERS) == (0, True), registers
+
+
 def test_every_kernel_is_listed() -> None:
     from triton.runtime.jit import KernelInterface
 
@@ -141,4 +173,4 @@ def test_every_kernel_is_listed() -> None:
 
     names = {**vars(triton_kernels), **vars(triton_attention)}
     kernels = {name for name, each in names.items() if isinstance(each, KernelInterface)}
-    assert kernels == {*KERNELS, "_attend", "_lowest"}
+    assert kernels == {*KERNELS, *LARGE, "_lowest", "_unpacked"}

@@ -34,6 +34,7 @@ from tests.support.gather_workload import (
 )
 from tests.support.moving_workload import moving_code, moving_symptom
 from tests.support.planted_device_bugs import device_bugs, found, is_overlapped
+from tests.support.slots_workload import slots_code, slots_symptom
 
 BACKENDS = (nccl, ipc)
 
@@ -175,6 +176,8 @@ def test_any_schedule_ends_without_a_race_a_deadlock_or_a_leak(
         compute_us=st.sampled_from((5.0, 300.0, 6000.0)),
         width=st.sampled_from((4, 32, 100)),
         sync=st.sampled_from((0.0, 0.3)),
+        nodes=st.integers(1, 3),
+        spin_limit_us=st.just(float("inf")),
     ),
     dies=st.booleans(),
     seed=st.integers(0, 1 << 30),
@@ -188,6 +191,10 @@ def test_any_gather_ends_with_its_experts_and_without_a_race(
 
 def test_moved_experts_are_loaded_beside_compute_and_without_a_race() -> None:
     assert not moving_symptom(moving_code(), range(10))
+
+
+def test_slots_are_filled_beside_compute_and_without_a_race() -> None:
+    assert not slots_symptom(slots_code(), range(10))
 
 
 @pytest.mark.parametrize("kind", HIDDEN)

@@ -32,8 +32,10 @@ from contracts.messages import Submit
 from contracts.plan import Plan
 from contracts.requests import Priority, Sampling
 from kernels import fused_ops, paged_attention
-from kernels.linear import linears
+from kernels.linear import ExpertLinears, PackedLinear, Product, linears
 from kernels.steps import run_to_end
+from kernels.stored import Storage
+from kernels.stored_experts import StoredLinear
 from models.decoder.attention import KvPool, kv_entry_shapes
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decode_graphs import DecodeGraphs
@@ -113,6 +115,41 @@ def test_layer_reads_nothing_on_the_host(
     found = [each.launches for each in counts]
     assert all(one <= most for one, most in zip(found, allowed, strict=True)), (found, allowed)
     assert [each.host_reads + each.copies for each in counts] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("storage", [Storage.PLAIN, Storage.MXFP4, Storage.FP8, Storage.INT8])
+def test_experts_in_memory_of_their_own_are_read_where_they_are(storage: Storage) -> None:
+    """As loaded where experts move, and as stored: no host read, no temporary as large as one."""
+    experts, ffn, rows = EXPERTS // RANKS, 1024, 4
+
+    def product(N: int, K: int) -> Product:
+        if storage is Storage.PLAIN:
+            return PackedLinear(torch.empty(N, K, **BF16))
+        stored: Any = {
+            "dtype": torch.int8 if storage is Storage.INT8 else torch.uint8,
+            "device": "meta",
+        }
+        if storage is Storage.MXFP4:
+            blocks = torch.empty(N, K // 32, 16, **stored)
+            return StoredLinear(storage, blocks, torch.empty(N, K // 32, **stored), None)
+        scales = torch.empty(N, -(-K // 128), device="meta")
+        return StoredLinear(storage, torch.empty(N, K, **stored), scales, None)
+
+    shapes = (2 * ffn, D), (D, ffn)
+    made = [ExpertLinears([product(*shape) for _ in range(experts)], None) for shape in shapes]
+    spec: Any = None
+    half = ExpertHalf(spec, {0: range(experts)}, {0: ExpertLayer(made[0], made[1])})
+    pairs = torch.empty(rows, 2 * TOP_K, dtype=torch.int32, device="meta")
+    counts_e = torch.empty(experts, dtype=torch.int32, device="meta")
+    header = Header(PacketKind.A2E, 1, 1, 0, 0, 0)
+    tensors = [torch.empty(rows, D, **BF16), pairs, counts_e]
+    received = [Packet("attention-0", header, tensors, 0.0, None) for _ in range(3)]
+    kernels, counts = LaunchedKernels(), DeviceCounts()
+    with patch.object(fused_ops, "fused_kernels", lambda x: kernels), counts.beside(kernels):
+        run_to_end(ResidentExperts(half).begin(received, merge(received).pairs).steps)
+    assert (counts.host_reads, counts.copies) == (0, 0)
+    assert counts.launches <= 16
+    assert counts.largest < 2 * ffn * D * 2
 
 
 # Launches of a layer with rows and without, of one worker of two, with torch's operations.

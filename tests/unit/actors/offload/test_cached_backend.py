@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from actors.channels.base import Header, Packet, PacketKind
 from actors.moe.backend import TaskKey
+from actors.moe.device_experts import DeviceCachedExperts
+from actors.moe.expert_server import merge
 from actors.moe.prefetcher import ExpertPrefetcher
+from actors.moe.rank_experts import DevicePairs
 from actors.offload.device_backend import (
     CachedBackend,
     CachedPending,
     DeviceBackend,
-    DeviceCache,
     DevicePending,
 )
 from actors.offload.file_tier import FileTier, open_expert_file
@@ -34,10 +37,15 @@ from models.decoder.decoder import AttentionHalf
 from models.experts import cached_sum
 from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
-from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceFormat, DeviceTier
+from models.experts.device_tier import (
+    MAX_HINTS_IN_FLIGHT,
+    DeviceCache,
+    DeviceFormat,
+    DeviceTier,
+)
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, slot_format
-from models.experts.expert_half import expert_sums
+from models.experts.expert_half import assemble_half, expert_sums
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, ExpertMemory
 from models.experts.router import ExpertRouter, RoutedTokens
@@ -382,15 +390,9 @@ class DeviceRig:
         self.host = ExpertMemory(stored, self.layout)
         self.backends: list[DeviceBackend] = []
 
-    def backend(
-        self,
-        slots: int,
-        lane: DeviceLane,
-        *,
-        kind: Kind = "walk",
-        predictor: ExpertPredictor | None = None,
-        deadline_s: float = 20.0,
-    ) -> DeviceBackend:
+    def held(
+        self, slots: int, lane: DeviceLane, *, kind: Kind = "walk", deadline_s: float = 20.0
+    ) -> DeviceCache:
         part_bytes = self.layout.num_bytes(1) // 3
         tier = DeviceTier(self.host, self.layout, lane, part_bytes=part_bytes)
         if isinstance(lane, FakeLane):
@@ -399,7 +401,18 @@ class DeviceRig:
         cache = ExpertCache(
             tier, DeviceFormat(self.layout), slots, eviction(kind), pays, deadline_s=deadline_s
         )
-        held = DeviceCache(cache, cache._held, tier, lane)  # type: ignore[arg-type]
+        return DeviceCache(cache, cache._held, tier, lane)  # type: ignore[arg-type]
+
+    def backend(
+        self,
+        slots: int,
+        lane: DeviceLane,
+        *,
+        predictor: ExpertPredictor | None = None,
+        deadline_s: float = 20.0,
+        **more: Any,
+    ) -> DeviceBackend:
+        held = self.held(slots, lane, deadline_s=deadline_s, **more)
         backend = DeviceBackend(
             "prefill-0",
             self.local.attention,
@@ -596,3 +609,68 @@ def test_stalled_device_is_named_in_error(opened_on_device: Callable[..., Device
     with pytest.raises(ChannelError, match=expected_error):
         backend.poll(0.02, idle=False)
     backend.drop(pending)
+
+
+def rank_packet(dice: random.Random, layer: int, rows: int, own: int, dim: int) -> Packet:
+    """Rows with experts of a rank, some elsewhere."""
+    pairs_CK = [dice.sample([*range(own), own, own], 3) for _ in range(rows)]
+    local_CK = torch.tensor(pairs_CK, dtype=torch.int32).view(rows, 3)
+    generator = torch.Generator().manual_seed(dice.randrange(1000))
+    weights_CK = torch.rand(rows, 3, generator=generator)
+    counts_e = torch.bincount(local_CK.flatten(), minlength=own + 1)[:own].int()
+    pairs_CM = torch.cat([local_CK, weights_CK.view(torch.int32)], 1)
+    header = Header(PacketKind.A2E, 1, dice.randrange(9), layer, 0, 0, dice.choice([LS, BE]))
+    x_CD = torch.randn(rows, dim, generator=generator)
+    return Packet("attention-0", header, [x_CD, pairs_CM, counts_e], 0.0, None)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(2, 14),
+    st.integers(0, 1 << 16),
+    st.lists(st.sampled_from([0, 1, 3, 40]), min_size=1, max_size=4),
+)
+def test_packets_of_a_rank_give_the_bits_of_resident_experts(
+    shared: DeviceRig, slots: int, seed: int, sizes: list[int]
+) -> None:
+    """Experts in any order, and counts that arrive late."""
+    dice, spec = random.Random(seed), shared.spec
+    held = shared.held(slots, FakeLane(seed))
+    own = {layer: dice.sample(range(spec.num_experts), 5) for layer in spec.moe_layers}
+    experts, resident = (
+        DeviceCachedExperts(held, own),
+        assemble_half(shared.local.experts[0], own, {}),
+    )
+    with torch.inference_mode():
+        for layer in spec.moe_layers * 2:
+            first = rank_packet(dice, layer, 2, 5, spec.hidden_size)
+            packets = [first, *(rank_packet(dice, layer, n, 5, spec.hidden_size) for n in sizes)]
+            packets = [each for each in packets if each.header.priority is first.header.priority]
+            for packet in packets:
+                experts.enqueue(packet)
+            while experts.missing(packets) is None:
+                assert experts.needs_polling
+                experts.poll()
+            dropped = packets.pop() if len(packets) > 1 else None
+            if dropped is not None:
+                experts.discard(dropped)
+            pairs = merge(packets).pairs
+            assert isinstance(pairs, DevicePairs)
+            found_CD = run_to_end(experts.begin(packets, pairs).steps)
+            assert torch.equal(found_CD, run_to_end(resident.device_steps(layer, *pairs)))
+            held.cache.check()
+    assert not held.cache._requests
+    experts.close()
+
+
+def test_a_packet_waits_for_its_counts_and_can_be_discarded_before(shared: DeviceRig) -> None:
+    lane = FakeLane(0)
+    experts = DeviceCachedExperts(shared.held(4, lane), {1: [4, 2, 0]})
+    packet = rank_packet(random.Random(0), 1, 3, 3, shared.spec.hidden_size)
+    lane.stalls = True
+    experts.enqueue(packet)
+    experts.poll()
+    assert experts.missing([packet]) is None
+    experts.discard(packet)
+    assert not experts.needs_polling
+    experts.close()
