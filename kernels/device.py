@@ -46,6 +46,29 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+class GpuMemory:
+    """Memory of a GPU, as torch allocates it."""
+
+    @staticmethod
+    def of(device: torch.device) -> GpuMemory | None:
+        return GpuMemory(device) if device.type == "cuda" else None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """Return the bytes that nothing uses, also those that torch keeps for later."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """Return the largest number of bytes that `run` has in use at a time."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        return int(torch.cuda.max_memory_allocated(self._device)) - before
+
+
 class LaunchLimiter:
     """Keeps the calling thread at most `ahead` steps ahead of a GPU, and so responsive."""
 

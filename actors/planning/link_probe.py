@@ -41,17 +41,24 @@ class LinkTransfer(NamedTuple):
 
 
 class _Options(msgspec.Struct):
+    """device: of the end's payloads."""
+
     backend: str
     token: bytes
+    device: str
 
 
 _decode_options = msgspec.json.Decoder(_Options).decode
 
 
 @contextmanager
-def link_probe(backend: str) -> Iterator[LinkProbe]:
-    """Open a link over `backend` ("shm" or "tcp") to a child process. Raises ChannelError."""
-    options = _Options(backend, new_token())
+def link_probe(backend: str, devices: tuple[str, str] = ("cpu", "cpu")) -> Iterator[LinkProbe]:
+    """Open a link over `backend` to a child process. Raises ChannelError.
+
+    devices: of this process and of the child.
+    """
+    token = new_token()
+    options, echoing = (_Options(backend, token, device) for device in devices)
     process = subprocess.Popen(
         module_command("actors.planning.link_probe"),
         stdin=subprocess.PIPE,
@@ -62,7 +69,7 @@ def link_probe(backend: str) -> Iterator[LinkProbe]:
     assert process.stdout is not None
     end = _endpoint(_PROBE, options)
     try:
-        process.stdin.write(msgspec.json.encode(options) + b"\n")  # not an argument: has the token
+        process.stdin.write(msgspec.json.encode(echoing) + b"\n")  # not an argument: has the token
         process.stdin.flush()
         address = process.stdout.readline().decode().strip()
         if not address:
@@ -133,7 +140,7 @@ def _endpoint(name: str, options: _Options) -> Endpoint:
         epoch=1,
         config=msgspec.structs.replace(_CONFIG, backend=options.backend),
         clock=monotonic_s,
-        device=torch.device("cpu"),
+        device=torch.device(options.device),
     )
 
 

@@ -3,6 +3,9 @@
 The real executor, scheduler and expert servers are joined by a real channel and stepped in turn by
 one thread, so that none takes time from the others. A task's time is the thread's CPU time of the
 whole loop step, including channel copies and packet construction: the wall time of an idle core.
+
+On a GPU, all ranks use its current stream, and a task's time is that of its spans: from the first
+of its launches to the end of its work on the device, including the filling of packets.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,15 +27,19 @@ from actors.batching.finisher import Finisher
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import PeerJoined
+from actors.channels.cuda import with_device_index
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
+from actors.channels.ipc import IpcEndpoint, IpcLink
+from actors.channels.link import Link, LinkSockets
 from actors.engine.executor import Executor, ExecutorParts
 from actors.kv.block_manager import BlockManager
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
+from actors.planning.stage_report import expert_calls
 from actors.rpc.client_server import event_frames
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock, monotonic_s
@@ -44,6 +52,7 @@ from contracts.plan import Order, Plan
 from contracts.ranks import Group, rank_name
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
+from kernels.device import GpuMemory, runs_on_device, wait_for_device
 from kernels.steps import Steps
 from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.batch import AttentionBatch
@@ -57,6 +66,8 @@ from models.weights.loading import total_bytes
 from planner.placement.slots import ExpertPlacement, contiguous
 
 BLOCK_TOKENS = 16
+_CPU = torch.device("cpu")
+_OWN_STAGES = (Stage.ATTENTION, Stage.SEND, Stage.SHARED, Stage.FINISH)
 
 
 class AttentionTask(NamedTuple):
@@ -87,12 +98,14 @@ class StageProbe:
         *,
         pool_tokens: int,
         expert_ranks: int = 1,
+        device: torch.device = _CPU,
     ) -> None:
-        """Load the model. Raises ResourceError if it does not fit, CheckpointError."""
-        self.spec = first_layers(spec)
-        check_memory(self.spec, dtype, pool_tokens)
+        """Load the model. Raises ResourceError if it does not fit, and others."""
+        self.spec, self._device = first_layers(spec), device
+        self._on_device = runs_on_device(device)
+        check_memory(self.spec, dtype, pool_tokens, device)
         checkpoint = Checkpoint(folder)
-        half = AttentionHalf.load(checkpoint, self.spec, dtype=dtype)
+        half = AttentionHalf.load(checkpoint, self.spec, dtype=dtype, device=device)
         in_order = contiguous(
             self.spec.num_experts,
             expert_ranks,
@@ -103,7 +116,7 @@ class StageProbe:
         self._batches = 0
         clock: Clock = monotonic_s
         names = [rank_name(Group.EXPERT, rank) for rank in range(expert_ranks)]
-        attention_end, expert_ends = connected_endpoints(names, clock)
+        attention_end, expert_ends = connected_endpoints(names, clock, device)
         self._ends = (attention_end, *expert_ends)
         timeline = Timeline(0, self._spans.append)
         self._counts = DispatchCounts(expert_ranks)
@@ -116,14 +129,18 @@ class StageProbe:
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,
-            kv=KvPool(self.spec, self._blocks, BLOCK_TOKENS, dtype, num_states=self._blocks),
+            kv=KvPool(
+                self.spec, self._blocks, BLOCK_TOKENS, dtype, device, num_states=self._blocks
+            ),
             backend=backend,
             sink=self._sink,
             timeline=timeline,
             clock=clock,
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
-        self._experts = ProbedExperts(expert_ends, checkpoint, self.spec, in_order, dtype, clock)
+        self._experts = ProbedExperts(
+            expert_ends, checkpoint, self.spec, in_order, dtype, clock, device
+        )
 
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> ProbedPass:
         """Run one micro-batch of (start, stop) chunks through all layers.
@@ -139,10 +156,11 @@ class StageProbe:
         counts.tokens = counts.copies = 0
         times, _ = self._run_to_end()
         counted = self._counted_layers
+        # Each expert rank's packet of a device has room for all rows.
         return ProbedPass(
             [task for task in times.attention if task.layer in counted],
             [task for task in times.expert if task.layer in counted],
-            counts.copies / counts.tokens,
+            len(self._ends) - 1.0 if self._on_device else counts.copies / counts.tokens,
         )
 
     def serve(self, lengths: Sequence[int], *, micro_batches: int, seed: int) -> float:
@@ -191,16 +209,33 @@ class StageProbe:
 
     def _run_to_end(self) -> tuple[ProbedPass, float]:
         """Run everything submitted; return the times and the seconds of all attention steps."""
+        self._spans.clear()
         times, stepped_s = ProbedPass([], []), 0.0
         with torch.inference_mode():
             while True:
                 done, seconds = self._attention_step(times)
                 stepped_s += seconds
-                if done:
-                    return times, stepped_s
                 if self._executor.failure is not None:
                     raise self._executor.failure
+                if done:
+                    return self._device_times() if self._on_device else (times, stepped_s)
                 times.expert.extend(self._experts.step())
+
+    def _device_times(self) -> tuple[ProbedPass, float]:
+        """Return the same by the device, whose work this waits for."""
+        wait_for_device(self._device)
+        self._executor.step(0.0)  # records the last spans
+        seconds: defaultdict[tuple[Stage, int, int], float] = defaultdict(float)
+        for span in self._spans:
+            if span.stage in _OWN_STAGES:
+                stage = Stage.ATTENTION if span.stage is Stage.SEND else span.stage
+                seconds[stage, span.layer, span.micro_batch] += span.end_s - span.start_s
+        tasks = [
+            AttentionTask(stage, layer, each_s, micro_batch)
+            for (stage, layer, micro_batch), each_s in seconds.items()
+            if stage is not Stage.FINISH
+        ]
+        return ProbedPass(tasks, self._experts.device_tasks()), sum(seconds.values())
 
     def _sink(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
@@ -212,11 +247,10 @@ class StageProbe:
             end.close()
 
     def _attention_step(self, times: ProbedPass) -> tuple[list[ScheduledBatch], float]:
-        self._spans.clear()
-        start_s = time.thread_time()
+        known, start_s = len(self._spans), time.thread_time()
         done = self._executor.step(0.0)
         seconds = time.thread_time() - start_s
-        for span in self._spans:
+        for span in self._spans[known:]:
             if span.stage in (Stage.ATTENTION, Stage.SHARED):
                 times.attention.append(
                     AttentionTask(span.stage, span.layer, seconds, span.micro_batch)
@@ -253,9 +287,17 @@ class StageProbe:
 
 @contextmanager
 def stage_probe(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, *, pool_tokens: int, expert_ranks: int = 1
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    pool_tokens: int,
+    expert_ranks: int = 1,
+    device: torch.device = _CPU,
 ) -> Iterator[StageProbe]:
-    probe = StageProbe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=expert_ranks)
+    probe = StageProbe(
+        folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=expert_ranks, device=device
+    )
     try:
         yield probe
     finally:
@@ -285,12 +327,15 @@ def first_layers(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
+def check_memory(
+    spec: ModelSpec, dtype: torch.dtype, pool_tokens: int, device: torch.device
+) -> None:
     """Raise ResourceError if weights and pool exceed the free memory."""
     experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
     needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
     needed += pool_tokens * kv_bytes_per_token(spec, dtype)
-    available = available_bytes()
+    memory = GpuMemory.of(device)
+    available = available_bytes() if memory is None else memory.free_bytes()
     if needed > _MEMORY_FRACTION * available:
         raise ResourceError(
             f"model: {spec.num_layers} layers to measure need {needed / 2**30:.1f} GiB, "
@@ -298,14 +343,37 @@ def check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
         )
 
 
-def connected_endpoints(experts: Sequence[str], clock: Clock) -> tuple[Endpoint, list[Endpoint]]:
+class _OneProcessLink(IpcLink):
+    """Link on one GPU whose ends are in one process, which cannot open handles of its own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._runtime = SimpleNamespace(
+            malloc=self._runtime.malloc,
+            free=self._runtime.free,
+            ipcGetMemHandle=lambda pointer: pointer.to_bytes(8, "little"),
+            ipcOpenMemHandle=lambda handle: int.from_bytes(handle, "little"),
+            ipcCloseMemHandle=lambda pointer: None,  # the sender's end owns the memory
+        )
+
+
+class _OneProcessEndpoint(IpcEndpoint):
+    def _join(self, link_sockets: LinkSockets) -> Link:
+        return _OneProcessLink(link_sockets, self.config, self.clock, self.device, self.streams)
+
+
+def connected_endpoints(
+    experts: Sequence[str], clock: Clock, device: torch.device
+) -> tuple[Endpoint, list[Endpoint]]:
     """Return the endpoints of the attention rank and the expert ranks. Raises ChannelError."""
-    token = new_token()
     # A single thread steps all endpoints, so each is silent while another computes.
     config = ChannelConfig(backend="shm", heartbeat_timeout_s=600.0)
-    device = torch.device("cpu")
+    make: Callable[..., Endpoint] = make_endpoint
+    if runs_on_device(device):
+        make, device = _OneProcessEndpoint, with_device_index(device)
+    token = new_token()
     ends = [
-        make_endpoint(name=name, token=token, epoch=1, config=config, clock=clock, device=device)
+        make(name=name, token=token, epoch=1, config=config, clock=clock, device=device)
         for name in (_ATTENTION, *experts)
     ]
     attention_end, *expert_ends = ends
@@ -325,6 +393,20 @@ class ExpertTask(NamedTuple):
     seconds: float
 
 
+class _ProbedRank(NamedTuple):
+    """An expert rank. spans: of its server, since they were last read."""
+
+    half: _RecordingHalf
+    server: ExpertServer
+    spans: list[TaskSpan]
+
+    def tasks(self, seconds: Sequence[float]) -> Iterator[ExpertTask]:
+        """Return the recorded calls, which took that long, and forget them."""
+        calls, self.half.calls = self.half.calls, []
+        for (layer, counts_e), each_s in zip(calls, seconds, strict=True):
+            yield ExpertTask(layer, int((counts_e > 0).sum()), int(counts_e.sum()), each_s)
+
+
 class ProbedExperts:
     """Expert ranks owned by the thread that steps the attention rank."""
 
@@ -336,36 +418,53 @@ class ProbedExperts:
         placement: Placement,
         dtype: torch.dtype,
         clock: Clock,
+        device: torch.device,
     ) -> None:
         """Load each rank's experts under `placement`. Raises CheckpointError."""
-        self._ranks: list[tuple[_RecordingHalf, ExpertServer]] = []
+        self._ranks: list[_ProbedRank] = []
+        self._on_device = runs_on_device(device)
         for end, (low, high) in zip(ends, placement.slot_bounds, strict=True):
+            spans: list[TaskSpan] = []
             recording_half: Any = _RecordingHalf(
-                ExpertHalf.load(checkpoint, spec, range(low, high), dtype=dtype)
+                ExpertHalf.load(checkpoint, spec, range(low, high), dtype=dtype, device=device)
             )
             server = ExpertServer(
-                end, ResidentExperts(recording_half), timeline=Timeline(0), clock=clock
+                end,
+                ResidentExperts(recording_half),
+                timeline=Timeline(0, spans.append),
+                clock=clock,
+                device=device,
             )
-            self._ranks.append((recording_half, server))
+            self._ranks.append(_ProbedRank(recording_half, server, spans))
 
     def step(self) -> list[ExpertTask]:
-        """Step all ranks in turn; return their tasks with CPU times."""
+        """Step all ranks in turn; return their tasks with CPU times, none on a device."""
         found: list[ExpertTask] = []
-        for recording_half, server in self._ranks:
-            recording_half.calls.clear()
+        for rank in self._ranks:
             start_s = time.thread_time()
-            server.step(0.0)
+            rank.server.step(0.0)
             seconds = time.thread_time() - start_s
-            found += (ExpertTask(*call, seconds) for call in recording_half.calls)
+            if not self._on_device:
+                rank.spans.clear()
+                found += rank.tasks([seconds] * len(rank.half.calls))
+        return found
+
+    def device_tasks(self) -> list[ExpertTask]:
+        """Return the tasks since the last call with times of the device, which has ended them."""
+        self.step()  # records the last spans
+        found: list[ExpertTask] = []
+        for rank in self._ranks:
+            found += rank.tasks([1e-3 * ms for _, ms in expert_calls(rank.spans)])
+            rank.spans.clear()
         return found
 
 
 class _RecordingHalf:
-    """An expert half that records (layer, active experts, pairs) of its calls."""
+    """An expert half that records the layer and the pairs of each expert of its calls."""
 
     def __init__(self, half: ExpertHalf) -> None:
         self._half = half
-        self.calls: list[tuple[int, int, int]] = []
+        self.calls: list[tuple[int, torch.Tensor]] = []
 
     def steps(
         self,
@@ -375,5 +474,11 @@ class _RecordingHalf:
         weights_N: torch.Tensor,
         counts_e: torch.Tensor,
     ) -> Steps[torch.Tensor]:
-        self.calls.append((layer, int((counts_e > 0).sum()), rows_N.shape[0]))
+        self.calls.append((layer, counts_e.clone()))
         return self._half.steps(layer, x_UD, rows_N, weights_N, counts_e)
+
+    def device_steps(
+        self, layer: int, x_CD: torch.Tensor, pairs_CM: torch.Tensor, counts_e: torch.Tensor
+    ) -> Steps[torch.Tensor]:
+        self.calls.append((layer, counts_e.clone()))
+        return self._half.device_steps(layer, x_CD, pairs_CM, counts_e)

@@ -57,7 +57,7 @@ class ExpertRecorder:
 
 def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:
     """Return the report, or None if the spans contain no call."""
-    calls = list(_calls(spans))
+    calls = list(expert_calls(spans))
     if not calls:
         return None
     return ExpertReport(
@@ -106,7 +106,7 @@ def transfer_times(spans: Sequence[TaskSpan], stage: Stage) -> list[RowsTime]:
     return _medians(_undisturbed(spans, stage))
 
 
-def _calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
+def expert_calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
     """Yield (rows, ms) of each call of experts, including the sending of its answers."""
     computed: TaskSpan | None = None
     for span in spans:

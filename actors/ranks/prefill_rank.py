@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
@@ -27,6 +26,7 @@ from actors.gather.shuffled import BatchFacts
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import layer_routing, shape_of
+from actors.ranks.activation_pass import reference_slices
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_loop import ServingParts
@@ -199,8 +199,12 @@ def _pool(
         blocks *= 2 if config.priority.preempt else 1  # one batch of each class
         return KvPool(half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=True)
     sized, kept_bytes = msgspec.structs.replace(config, schedule=schedule), supply.unwritten_bytes
+    copies = spec.prefill_ranks if config.prefill.experts == "all_to_all" else 1
     try:
-        return serving_pool(half, sized, ranks_on_node=spec.ranks_on_node, kept_bytes=kept_bytes)
+        return serving_pool(
+            half, sized,
+            ranks_on_node=spec.ranks_on_node, kept_bytes=kept_bytes, expert_copies=copies,
+        )  # fmt: skip
     except ResourceError:
         supply.close()
         raise
@@ -264,13 +268,8 @@ class ReferencePass(Observer):
         )
 
     def _time_layers(self, lengths: Sequence[int]) -> list[float]:
-        generator = torch.Generator().manual_seed(0)
-        slices, first = [], 0
-        for tokens in lengths:
-            ids = torch.randint(self._served.vocab_size, (tokens,), generator=generator)
-            last = first + -(-tokens // self._parts.kv.block_tokens)
-            slices.append(SequenceSlice(ids.tolist(), 0, range(first, last)))
-            first = last
+        block_tokens = self._parts.kv.block_tokens
+        slices = reference_slices(lengths, self._served.vocab_size, block_tokens)
         return time_layers(self._parts, slices)
 
 

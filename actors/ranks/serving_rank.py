@@ -24,6 +24,7 @@ from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
 from actors.kv.block_manager import BlockManager
 from actors.kv.state_slots import StateSlots
+from actors.ranks.activation_pass import activation_bytes, batch_limit
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
@@ -36,6 +37,7 @@ from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
 from contracts.machine import available_bytes, numa_nodes, pinned_cpus, usable_cores
 from contracts.ranks import RankReady, RankSpec
+from kernels.device import GpuMemory
 from kernels.thread_pool import set_spin
 from models.decoder.attention import KvPool, kv_bytes_per_token, state_bytes
 from models.decoder.decoder import AttentionHalf
@@ -94,18 +96,31 @@ def _start_trim_thread() -> threading.Thread:
 
 
 def serving_pool(
-    half: AttentionHalf, config: TandemConfig, *, ranks_on_node: int, kept_bytes: int = 0
+    half: AttentionHalf,
+    config: TandemConfig,
+    *,
+    ranks_on_node: int,
+    kept_bytes: int = 0,
+    expert_copies: int = 0,
+    memory: GpuMemory | None = None,
 ) -> KvPool:
-    """Return the pool of K and V, and of states. kept_bytes: free memory that is reserved.
+    """Return the pool of K and V, and of states.
 
-    Raises ResourceError if memory is lacking.
+    kept_bytes: free memory that is reserved. expert_copies: see `activation_bytes`. memory: of a
+    GPU; by default that of the half's. Raises ResourceError if memory is lacking.
     """
     model, dtype, device = half.spec, half.dtype, half.device
-    slots = pool_states(model, dtype, config, device, ranks_on_node=ranks_on_node)
+    memory = memory or GpuMemory.of(device)
+    slots = pool_states(model, dtype, config, memory, ranks_on_node=ranks_on_node)
     kept_bytes += slots * state_bytes(model, dtype)
+    advice = "raise it or use fewer ranks"
+    if memory is not None and config.kv.pool_tokens is None:
+        kept_bytes += activation_bytes(half, config, memory, expert_copies)
+        advice = f"raise it or lower {batch_limit(expert_copies)}"
     blocks = kv_pool_blocks(
-        model, dtype, config, device, ranks_on_node=ranks_on_node, kept_bytes=kept_bytes
-    )
+        model, dtype, config, memory,
+        ranks_on_node=ranks_on_node, kept_bytes=kept_bytes, advice=advice,
+    )  # fmt: skip
     return KvPool(model, blocks, config.kv.block_tokens, dtype, device, num_states=slots)
 
 
@@ -122,18 +137,20 @@ def kv_pool_blocks(
     model: ModelSpec,
     dtype: torch.dtype,
     config: TandemConfig,
-    device: torch.device,
+    memory: GpuMemory | None,
     *,
     ranks_on_node: int,
     kept_bytes: int = 0,
+    advice: str = "",
 ) -> int:
     """Return the number of blocks: `kv.pool_tokens`, or what memory allows and batches can use.
 
-    kept_bytes: free memory that is reserved. Raises ResourceError if the pool does not fit.
+    memory: of a GPU. kept_bytes: free memory that is reserved. Raises ResourceError, which ends
+    with `advice`, if the pool does not fit.
     """
     block_tokens = config.kv.block_tokens
     block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
-    free_bytes = max(0, _free_bytes(device) - kept_bytes)
+    free_bytes = max(0, _free_bytes(memory) - kept_bytes)
     if config.kv.pool_tokens is not None:
         blocks = max(1, -(-config.kv.pool_tokens // block_tokens))
         if blocks * block_bytes > free_bytes:
@@ -142,13 +159,14 @@ def kv_pool_blocks(
                 f"{free_bytes} are free; lower it"
             )
         return blocks
-    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node))
+    fraction = config.kv.fraction(on_gpu=memory is not None)
+    usable_bytes = int(free_bytes * fraction / max(1, ranks_on_node))
     useful = -(-model.max_context_tokens // block_tokens) * config.schedule.max_batch_sequences
     blocks = min(usable_bytes // block_bytes, useful)
     if blocks < 1:
         raise ResourceError(
-            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for the "
-            f"KV pool, one block needs {block_bytes}; raise it or use fewer ranks"
+            f"kv.memory_fraction={fraction} leaves {usable_bytes} bytes for the "
+            f"KV pool, one block needs {block_bytes}; {advice}"
         )
     return blocks
 
@@ -157,7 +175,7 @@ def pool_states(
     model: ModelSpec,
     dtype: torch.dtype,
     config: TandemConfig,
-    device: torch.device,
+    memory: GpuMemory | None,
     *,
     ranks_on_node: int,
 ) -> int:
@@ -168,8 +186,8 @@ def pool_states(
     slot_bytes, slots = state_bytes(model, dtype), config.kv.state_slots
     if not slot_bytes:
         return 0
-    free_bytes = _free_bytes(device)
-    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node)) // 2
+    free_bytes, fraction = _free_bytes(memory), config.kv.fraction(on_gpu=memory is not None)
+    usable_bytes = int(free_bytes * fraction / max(1, ranks_on_node)) // 2
     if slots is None:
         slots = min(usable_bytes // slot_bytes, 4 * config.schedule.max_batch_sequences)
     elif slots * slot_bytes > free_bytes:
@@ -179,16 +197,14 @@ def pool_states(
         )
     if slots < 1:
         raise ResourceError(
-            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for "
+            f"kv.memory_fraction={fraction} leaves {usable_bytes} bytes for "
             f"states, a sequence needs {slot_bytes}; raise it or use fewer ranks"
         )
     return slots
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
+def _free_bytes(memory: GpuMemory | None) -> int:
+    return available_bytes() if memory is None else memory.free_bytes()
 
 
 log = logging.getLogger("tandem.worker")
@@ -255,6 +271,11 @@ def decode_coalescer(
     )
 
 
+def set_device_environment() -> None:
+    for name, value in DEVICE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 class ServedModel(NamedTuple):
     """Limits that admission needs. tokenizer: of grammars; None if they cannot be used."""
 
@@ -271,8 +292,7 @@ def prepare_process(spec: RankSpec) -> RankSpec:
     """
     check_device(spec.config, spec.device)
     if torch.device(spec.device).type == "cuda":
-        for name, value in DEVICE_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_device_environment()
     torch.set_num_threads(spec.config.groups.torch_threads)
     spec = _pinned(spec)
     set_spin(spin_seconds(spec, usable_cores()))

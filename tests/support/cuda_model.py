@@ -19,6 +19,7 @@ All figures that come from it are simulated.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import heapq
@@ -65,6 +66,12 @@ def merge(into: Order, other: Order) -> None:
             into[key] = number
 
 
+def learn(into: Order, other: Order, by: object) -> None:
+    """Merge a clock that `by` gave out: who knows its latest number knows all of it."""
+    if into.get(by, 0) < other[by]:
+        merge(into, other)
+
+
 @dataclass(eq=False)
 class Operation:
     """Work in a stream. need: SMs. after: of a wait. order: at its queueing; then at its end."""
@@ -82,6 +89,7 @@ class Operation:
     order: Order = field(default_factory=dict)
     done: bool = False
     start_us: float = 0.0
+    host: Host = field(init=False)
     stream: Stream = field(init=False)
 
 
@@ -117,9 +125,9 @@ class Device:
 
     def _start(self, op: Operation) -> None:
         model, stream = self.model, op.stream
-        merge(stream.order, op.order)
+        learn(stream.order, op.order, op.host)
         if op.after is not None:
-            merge(stream.order, op.after.order)
+            learn(stream.order, op.after.order, op.after.stream)
         stream.order[stream] = stream.order.get(stream, 0) + 1
         self.free["sms"] -= op.need
         self.free["engines"] -= op.engine
@@ -130,7 +138,7 @@ class Device:
         if op.communicator is not None:
             op.communicator.start(op)
         elif op.duration_us:
-            model.at(op.duration_us, lambda: self.end(op))
+            model.at(op.duration_us, lambda: self.end(op), self)
         else:
             self._end(op)
 
@@ -166,7 +174,8 @@ class Stream:
 
     def add(self, op: Operation) -> Operation:
         with model().lock:
-            op.stream, op.order = self, model().host.tick()
+            op.stream, op.host = self, model().host
+            op.order = op.host.tick()
             self.queued += 1
             self.queue.append(op)
             if op.communicator is not None:
@@ -201,7 +210,7 @@ class Event:
     def query(self) -> bool:
         model().count_query()
         if self.op is not None and self.op.done:
-            merge(model().host.order, self.op.order)
+            learn(model().host.order, self.op.order, self.op.stream)
         return self.op is None or self.op.done
 
     def synchronize(self) -> None:
@@ -215,15 +224,15 @@ class Event:
 
 
 class Memory:
-    """Every latest access to each range of device memory."""
+    """Every latest access to each range of device memory, by the block that the range is in."""
 
     def __init__(self) -> None:
-        self._accesses: list[tuple[Range, bool, object, int, str]] = []
+        self._accesses: dict[int, list[tuple[Range, bool, object, int, str]]] = {}
 
     def access(self, place: Range, written: bool, order: Order, by: object, name: str) -> None:
         start, size = place
-        kept = []
-        for known in self._accesses:
+        kept, block = [], _starts[bisect.bisect(_starts, start) - 1]
+        for known in self._accesses.get(block, ()):
             (begin, length), wrote, key, number, what = known
             if begin < start + size and start < begin + length and size and length:
                 ordered = order.get(key, 0) >= number
@@ -238,27 +247,26 @@ class Memory:
                     continue
             kept.append(known)
         kept.append((place, written, by, order.get(by, 0), name))
-        self._accesses = kept
+        self._accesses[block] = kept
 
     def block(self, num_bytes: int, stream: Stream) -> torch.Tensor:
         """Memory as a caching allocator gives it: the stream's queued work may still use it."""
-        block = torch.empty(num_bytes, dtype=torch.uint8)
-        _keep.append(block)
-        self._accesses = [
-            known for known in self._accesses if not _overlap(known[0], range_of(block))
-        ]
+        block = new_block(num_bytes)
         if stream.queued:
-            self._accesses.append(
-                (range_of(block), True, stream, stream.queued, "an earlier owner")
-            )
+            owner = (range_of(block), True, stream, stream.queued, "an earlier owner")
+            self._accesses[block.data_ptr()] = [owner]
         return block
 
 
 _keep: list[torch.Tensor] = []  # no address is given out twice within a run
+_starts: list[int] = [0]  # of their memory, in order
 
 
-def _overlap(a: Range, b: Range) -> bool:
-    return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
+def new_block(num_bytes: int) -> torch.Tensor:
+    block = torch.empty(num_bytes, dtype=torch.uint8)
+    _keep.append(block)
+    bisect.insort(_starts, block.data_ptr())
+    return block
 
 
 def range_of(tensor: torch.Tensor) -> Range:
@@ -394,8 +402,7 @@ class Runtime:
     memcpyDefault = 4
 
     def malloc(self, num_bytes: int) -> int:
-        block = torch.empty(num_bytes, dtype=torch.uint8)
-        _keep.append(block)
+        block = new_block(num_bytes)
         self.blocks[block.data_ptr()] = block
         return block.data_ptr()
 
@@ -506,6 +513,28 @@ class Socket:
         return data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, raw)], 0, None
 
 
+class Worker:
+    """A thread that runs programs, one after the other: those of many runs."""
+
+    idle: ClassVar[list[Worker]] = []
+
+    def __init__(self) -> None:
+        self._given = threading.Semaphore(0)
+        self._program: Callable[[], None]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @classmethod
+    def run(cls, program: Callable[[], None]) -> None:
+        worker = cls.idle.pop() if cls.idle else cls()
+        worker._program = program
+        worker._given.release()
+
+    def _serve(self) -> None:
+        while self._given.acquire():
+            self._program()
+            self.idle.append(self)
+
+
 class Host:
     """A process with one device."""
 
@@ -522,7 +551,10 @@ class Host:
         self.go.acquire()
         self._current: dict[int, Stream] = {}
         self.default: Stream
-        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Run the program on a thread, which waits for its turn."""
+        Worker.run(self._run)
 
     def _run(self) -> None:
         self.go.acquire()
@@ -535,7 +567,7 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self.model.failure = self.model.failure or error
         self.done = True
-        self.model.back.release()
+        self.model.back.release()  # the thread of `run` goes on
 
     @property
     def current(self) -> Stream:
@@ -547,8 +579,12 @@ class Host:
         self._current[threading.get_ident()] = stream
 
     def leave(self) -> None:
-        self.model.back.release()
-        self.go.acquire()
+        """Let time pass on this thread until it is this host's turn, or another thread's."""
+        if not self.model.stopped:
+            following = self.model.pass_time()
+            if following is not self:
+                (self.model.back if following is None else following.go).release()
+                self.go.acquire()
         if self.model.stopped:
             raise Stopped
 
@@ -594,6 +630,7 @@ class CudaModel:
     message_us, host_us = (5.0, 60.0), (1.0, 20.0)
     latency_us, bytes_per_us = 5.0, 100.0
     _queries, _queried_us = 0, 0.0
+    _following: Host | None = None
 
     def __init__(self, seed: int, **machine: Any) -> None:
         vars(self).update(machine)
@@ -609,7 +646,7 @@ class CudaModel:
         self.lock = threading.RLock()
         self.back = threading.Lock()
         self.back.acquire()
-        self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, float, int, object, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def count_query(self) -> None:
@@ -622,8 +659,9 @@ class CudaModel:
     def transfer_us(self, bytes_: int) -> float:
         return self.latency_us + bytes_ / self.bytes_per_us
 
-    def at(self, delay_us: float, action: Callable[[], None]) -> None:
-        entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), action)
+    def at(self, delay_us: float, action: Callable[[], None], of: object = None) -> None:
+        """Run an action later. of: the device or host on which it may end a wait; None: any."""
+        entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), of, action)
         heapq.heappush(self._heap, entry)
 
     def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
@@ -632,10 +670,8 @@ class CudaModel:
         host.leave()
 
     def resume(self, host: Host) -> None:
-        """Run the host until it waits."""
-        self.host = host
-        host.go.release()
-        self.back.acquire()
+        """Let the host run until it waits."""
+        self._following = host
 
     def run(self, programs: dict[str, Callable[[Host], None]]) -> None:
         """Run all programs to their ends. Raises ModelError."""
@@ -644,35 +680,52 @@ class CudaModel:
         for name, program in programs.items():
             self.hosts[name] = Host(self, name, program)
         for host in self.hosts.values():
-            host.thread.start()
+            host.start()
             self.at(self.dice.uniform(*self.host_us), partial(self.resume, host))
         try:
-            while not all(host.done for host in self.hosts.values()):
-                self._step()
-            while self._heap and self.failure is None:
-                self._step()
+            while (following := self.pass_time()) is not None:
+                following.go.release()
+                self.back.acquire()
             self._check_end()
         finally:
             self.stopped = True
             for host in self.hosts.values():
                 if not host.done:
-                    self.resume(host)
-                host.thread.join()
+                    self.host = host
+                    host.go.release()
+                    self.back.acquire()
             _keep.clear()
+            del _starts[1:]
             Stream.by_handle.clear()
             Runtime.blocks.clear()
             SharedFlags.by_inode.clear()
 
-    def _step(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        if not self._heap:
-            waits = [f"{h.name} waits for {h.blocked_by}" for h in self.hosts.values() if h.waits]
-            raise ModelError("deadlock", "; ".join(waits))
-        self.now_us, _, _, action = heapq.heappop(self._heap)
-        action()
+    def pass_time(self) -> Host | None:
+        """Run actions up to a host's turn, and return it; None: the run is over, or has failed."""
+        of = None
+        try:
+            while self.failure is None:
+                self._end_waits(of)
+                if not self._heap:
+                    if all(host.done for host in self.hosts.values()):
+                        break
+                    waits = (
+                        f"{h.name} waits for {h.blocked_by}" for h in self.hosts.values() if h.waits
+                    )
+                    raise ModelError("deadlock", "; ".join(waits))
+                self.now_us, _, _, of, action = heapq.heappop(self._heap)
+                action()
+                if self._following is not None:
+                    self.host, self._following = self._following, None
+                    return self.host
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self.failure = self.failure or error
+        return None
+
+    def _end_waits(self, of: object) -> None:
+        """Let the hosts go on whose waits an action has ended. of: see `at`."""
         for host in self.hosts.values():
-            if host.waits is not None:
+            if host.waits is not None and (of is None or of is host.device or of is host):
                 self.host = host
                 if host.waits():
                     host.waits = None
@@ -703,9 +756,9 @@ class FreeModel(CudaModel):
         self.host = Host(self, "host", lambda host: None)
         self.host.default = Stream()
 
-    def at(self, delay_us: float, action: Callable[[], None]) -> None:
+    def at(self, delay_us: float, action: Callable[[], None], of: object = None) -> None:
         if self.held:
-            super().at(delay_us, action)
+            super().at(delay_us, action, of)
         else:
             action()
 

@@ -47,6 +47,7 @@ from tests.support.cuda_model import (
     Runtime,
     Socket,
     Stopped,
+    learn,
     merge,
     model,
     range_of,
@@ -106,17 +107,21 @@ def _now_s() -> float:
 def _block(condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
     if model().stopped:  # the thread unwinds through code that locks
         raise Stopped
-    end_s = float("inf") if timeout_s is None else _now_s() + timeout_s
-    if timeout_s is not None and not condition():
-        model().at(1e6 * max(timeout_s, 0.0), lambda: None)
-    model().host.block(lambda: condition() or _now_s() >= end_s - 1e-12, what)
+    host = model().host
+    if timeout_s is None:
+        host.block(condition, what)
+        return True
+    end_s = _now_s() + timeout_s
+    if not condition():
+        model().at(1e6 * max(timeout_s, 0.0), lambda: None, host)
+    host.block(lambda: condition() or _now_s() >= end_s - 1e-12, what)
     return condition()
 
 
 class _Lock:
     def __init__(self) -> None:
         self._owner: Host | None = None
-        self._order: Order = {}
+        self._released: tuple[Order, Host] | None = None
 
     def acquire(self, timeout: float | None = None) -> bool:
         end_s = float("inf") if timeout is None else _now_s() + timeout
@@ -124,12 +129,13 @@ class _Lock:
             if _now_s() >= end_s:
                 return False  # else another thread was faster
         self._owner = model().host
-        merge(model().host.order, self._order)
+        if self._released is not None:
+            learn(self._owner.order, *self._released)
         return True
 
     def release(self) -> None:
-        merge(self._order, model().host.tick())
-        self._owner = None
+        host = model().host  # which has learnt what was released before
+        self._released, self._owner = (host.tick(), host), None
 
     def __enter__(self) -> None:
         self.acquire()
@@ -183,7 +189,7 @@ class _Thread:
         name = f"{parent.name}/{len(run.hosts)}"
         host = self._host = run.hosts[name] = Host(run, name, lambda own: self._run(own, parent))
         host.device, host.order = parent.device, parent.tick()
-        host.thread.start()
+        host.start()
         run.at(run.dice.uniform(*run.host_us), partial(run.resume, host))
 
     def _run(self, host: Host, parent: Host) -> None:

@@ -31,6 +31,10 @@ def add_profile(commands: Commands) -> None:
     profile = add_command(commands, "profile", help_, _EXAMPLE, run)
     profile.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
     profile.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    profile.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto (default): a GPU if there is one",
+    )  # fmt: skip
     profile.add_argument("--seconds", type=float, default=60.0, help="to measure for (default 60)")
     profile.add_argument("--output", type=Path, metavar="F", help="write the hardware file (.json)")
     profile.add_argument("--plot", type=Path, metavar="F", help="draw the fits (.png, .svg, .pdf)")
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         check_format(options.plot, "--plot")
         pyplot("--plot")
     folder = resolve_model_folder(options.model)
-    hardware = profile(ProfileSettings(folder, options.dtype, options.seconds))
+    hardware = profile(ProfileSettings(folder, options.dtype, options.seconds, options.device))
     if options.output is not None:
         write_hardware(hardware, options.output)
     if options.plot is not None:

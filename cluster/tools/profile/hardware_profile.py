@@ -6,15 +6,16 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
 from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for, stage_probe
-from actors.ranks.serving_rank import bound_memory
+from actors.ranks.serving_rank import bound_memory, set_device_environment
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
@@ -45,7 +46,7 @@ from planner.costs.stage_fit import (
     fit_shared,
 )
 
-BACKENDS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
+BACKENDS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")  # of CPUs
 SEEDS = 3  # of a batch's tokens, in turn: routing differs, sizes of products recur
 MAX_ROUNDS = 15
 LEAST_ROUNDS = 3
@@ -65,44 +66,78 @@ Found = TypeVar("Found")
 
 
 class ProfileSettings(NamedTuple):
-    """Model, type and time limit of a measurement."""
+    """Model, type, time limit and device of a measurement. device "auto": a GPU if there is one."""
 
     model_folder: Path
     dtype: Literal["auto", "bfloat16", "float32"]
     seconds: float
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+
+
+def rank_device(name: str) -> torch.device:
+    """Return what a name of `ProfileSettings` stands for. Raises ConfigError."""
+    if name != "cpu":
+        set_device_environment()
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+    if name == "cuda":
+        raise ConfigError("--device cuda: torch finds no GPU: run `tandem doctor`, or give cpu")
+    return torch.device("cpu")
+
+
+def link_ends(device: torch.device) -> dict[str, tuple[str, str]]:
+    """Return the links to measure, by backend the devices of both ends: one GPU, or two."""
+    if device.type == "cpu":
+        return dict.fromkeys(BACKENDS, ("cpu", "cpu"))
+    gpus = torch.cuda.device_count()
+    return dict.fromkeys(("ipc", "nccl")[:gpus], ("cuda:0", f"cuda:{min(1, gpus - 1)}"))
+
+
+def device_fields(device: torch.device) -> dict[str, Any]:
+    """Return the fields of a hardware file that describe a rank's device."""
+    cores = machine.whole_cores()
+    name, devices, memory_bytes = (
+        f"one core of {_processor()}",
+        cores,
+        machine.total_bytes() // cores,
+    )
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        name, devices, memory_bytes = gpu.name, torch.cuda.device_count(), gpu.total_memory
+    fields = {"device": name, "devices": devices, "memory_bytes": memory_bytes}
+    return {**fields, "shareable": device.type == "cpu"}
 
 
 def profile(settings: ProfileSettings) -> Hardware:
-    """Measure attention, shared experts, experts and links, one core for each side.
+    """Measure attention, shared experts, experts and links, one core or GPU for each side.
 
-    Raises ConfigError, ResourceError, CheckpointError.
+    Raises ConfigError, ResourceError, CheckpointError, ChannelError.
     """
     if not 5 <= settings.seconds <= 3600:
         raise ConfigError(f"--seconds {settings.seconds:g}: give 5 to 3600")
     spec = check_checkpoint(settings.model_folder)
     dtype = resolve_dtype(spec, settings.dtype)
+    device = rank_device(settings.device)
     bound_memory()  # as in ranks
     shape = shape_of(spec, dtype)
     with _one_thread():
         costs = _until_certain(
-            lambda: _fit_stages(spec, shape, _measure_stages(settings, spec, dtype)),
+            lambda: _fit_stages(spec, shape, _measure_stages(settings, spec, dtype, device)),
             lambda found: found.fits,
         )
         links, link_fits = _until_certain(
-            lambda: _measure_links(LINK_SHARE * settings.seconds), lambda found: found[1]
+            lambda: _measure_links(link_ends(device), LINK_SHARE * settings.seconds),
+            lambda found: found[1],
         )
-    cores = machine.whole_cores()
     precision = str(dtype)[6:]
     return Hardware(
         version=FORMAT_VERSION,
         name=f"{platform.node()}-{precision}",
         kind="measured",
         source=f"tandem profile on {settings.model_folder.name} ({spec.architecture}), "
-        f"{precision}, one core a rank, torch {torch.__version__}",
-        device=f"one core of {_processor()}",
-        devices=cores,
-        shareable=True,
-        memory_bytes=machine.total_bytes() // cores,
+        f"{precision}, one {'core' if device.type == 'cpu' else 'GPU'} a rank, "
+        f"torch {torch.__version__}",
+        **device_fields(device),
         attention=costs.attention,
         shared=costs.shared,
         serving=costs.serving,
@@ -220,18 +255,19 @@ _Measured = dict[Chunks, list[ProbedPass]]
 
 
 def _measure_stages(
-    settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype
+    settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Measured, _Measured, list[ServingSample]]:
     """Measure with one expert rank, with several, and outside of the layers."""
     wanted = batches(spec.max_context_tokens)
     budget_s = (1 - LINK_SHARE) * settings.seconds
     pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
     folder, ranks = settings.model_folder, min(SEVERAL, spec.num_experts)
-    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens) as probe:
+    opened = partial(stage_probe, folder, spec, dtype, pool_tokens=pool_tokens, device=device)
+    with opened() as probe:
         served = _served(probe, spec.max_context_tokens, pool_tokens)
         one = _rounds(probe, wanted, (1 - SEVERAL_SHARE) * budget_s)
     few = [chunks for chunks in one if count_tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
-    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=ranks) as probe:
+    with opened(expert_ranks=ranks) as probe:
         several = _rounds(probe, few, SEVERAL_SHARE * budget_s)
     return one, several, served
 
@@ -327,10 +363,12 @@ def _shared(shape: ModelShape, measured: _Measured) -> tuple[SharedCost | None, 
     return cost, [fit]
 
 
-def _measure_links(budget_s: float) -> tuple[list[LinkCost], list[Fit]]:
+def _measure_links(
+    links_of: dict[str, tuple[str, str]], budget_s: float
+) -> tuple[list[LinkCost], list[Fit]]:
     links, fits = [], []
-    for backend in BACKENDS:
-        sizes = dict(_link_medians(backend, budget_s / len(BACKENDS)))
+    for backend, ends in links_of.items():
+        sizes = dict(_link_medians(backend, ends, budget_s / len(links_of)))
         for direction, which in (("a2e", 0), ("e2a", 1)):
             samples = [
                 LinkSample(f"{size} bytes", size, 1e3 * medians[which])
@@ -342,9 +380,11 @@ def _measure_links(budget_s: float) -> tuple[list[LinkCost], list[Fit]]:
     return links, fits
 
 
-def _link_medians(backend: str, budget_s: float) -> Iterator[tuple[int, tuple[float, float]]]:
+def _link_medians(
+    backend: str, ends: tuple[str, str], budget_s: float
+) -> Iterator[tuple[int, tuple[float, float]]]:
     """Yield (bytes, (a2e_s, e2a_s)) of each size; the first round warms up."""
-    with link_probe(backend) as probe:
+    with link_probe(backend, ends) as probe:
         start_s = monotonic_s()
         rounds: list[list[LinkTransfer]] = []
         while len(rounds) <= LEAST_ROUNDS or (

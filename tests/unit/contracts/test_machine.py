@@ -189,11 +189,11 @@ def test_kv_pool_size_follows_container_memory(
         actors.ranks.serving_rank, "available_bytes", lambda: available_bytes(tmp_path)
     )
     model = read_spec(resolve_model_folder(BUNDLED))
-    config, cpu = load_config(None, ["kv.memory_fraction=0.5"]), torch.device("cpu")
-    blocks = kv_pool_blocks(model, torch.bfloat16, config, cpu, ranks_on_node=1)
+    config = load_config(None, ["kv.memory_fraction=0.5"])
+    blocks = kv_pool_blocks(model, torch.bfloat16, config, None, ranks_on_node=1)
     used = blocks * config.kv.block_tokens * kv_bytes_per_token(model, torch.bfloat16)
     assert 0 < used <= GIB // 128
-    kept = partial(kv_pool_blocks, model, torch.bfloat16, config, cpu, ranks_on_node=1)
+    kept = partial(kv_pool_blocks, model, torch.bfloat16, config, None, ranks_on_node=1)
     fewer = kept(kept_bytes=GIB // 128)
     assert fewer == pytest.approx(blocks / 2, abs=1), "the experts have memory of their own"
     with pytest.raises(ResourceError, match=r"kv\.memory_fraction"):

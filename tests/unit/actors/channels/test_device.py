@@ -9,20 +9,22 @@ import queue
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Packet, PeerJoined, PeerLost
+from actors.channels.base import Packet, PeerJoined, PeerLost, TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.ipc import IpcEndpoint
+from actors.channels.link import lay_out
 from actors.channels.local_process import LocalProcess
 from actors.channels.nccl import NcclEndpoint, open_lanes
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerDeadError, PeerHungError
+from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     TOKEN,
@@ -35,7 +37,7 @@ from tests.support.channels_support import (
     send,
     wait_for,
 )
-from tests.support.cuda_model import FreeModel, Nccl, Stream, installed
+from tests.support.cuda_model import FreeModel, Nccl, Runtime, Stream, installed
 from tests.support.waiting import wait_until
 
 
@@ -276,3 +278,85 @@ def test_missing_cupy_error_names_the_package_to_install(monkeypatch: pytest.Mon
     for require in (cuda.require_nccl, lambda: cuda.require_cupy("ipc")):
         with pytest.raises(ChannelError, match=r"pip install -e '\.\[cuda1[23]\]'"):
             require()
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"), [("is_available", "cupy finds none"), ("available", "the NCCL library")]
+)
+def test_an_unfit_machine_is_named(broken: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "cupy": SimpleNamespace(is_available=lambda: broken != "is_available"),
+        "cupy.cuda.nccl": SimpleNamespace(available=broken != "available"),
+    }
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    with pytest.raises(ChannelError, match=what):
+        cuda.require_nccl()
+    modules["cupy.cuda.nccl"].available = True
+    if broken == "available":
+        assert cuda.require_nccl() is modules["cupy.cuda.nccl"]
+
+
+def test_a_device_is_known_by_its_index_and_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    properties = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert cuda.with_device_index(torch.device("cuda")) == torch.device("cuda", 3)
+    assert cuda.device_identity(torch.device("cuda", 3)) == "GPU-1"
+
+
+def test_work_that_does_not_end_is_an_error(free_model: FreeModel) -> None:
+    stream: Any = Stream()
+    free_model.held = True
+    free_model.host.current = stream
+    free_model.host.launch("copy", 1.0)
+    with pytest.raises(ChannelError, match=r"a layer: the GPU has not completed it in 0\.01 s"):
+        cuda.wait_for_stream(stream, 0.01, "a layer")
+
+
+def refuse(*_: object) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def test_full_device_memory_fails_the_payload(
+    ipc_pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, _ = ipc_pair
+    monkeypatch.setattr(Runtime, "malloc", refuse)
+    with pytest.raises(ChannelError, match=r"no device memory for .*: out of memory"):
+        send(left, "right", payload(0), header())
+    cpu, stream = torch.device("cpu"), cuda.new_stream(torch.device("cpu"))
+    buffers = cuda.DeviceBuffers(4096, cpu, stream)
+    monkeypatch.setattr(cuda, "empty_bytes", refuse)
+    parts = [TensorSpec("uint8", (8,))]
+    with pytest.raises(ChannelError, match="no device memory"):
+        buffers.allocate(parts, lay_out(parts))
+
+
+def test_memory_that_torch_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "as_tensor", lambda raw, device: torch.zeros(8))
+    with pytest.raises(ChannelError, match="torch copied device memory"):
+        ipc.device_bytes(64, 8, lambda pointer: None)
+
+
+@pytest.mark.parametrize("what", ["cannot open GPU memory of left", "sent an invalid segment"])
+def test_memory_that_cannot_be_opened_loses_the_peer(
+    ipc_pair: tuple[Endpoint, Endpoint], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = ipc_pair
+    if what.startswith("cannot"):
+        monkeypatch.setattr(Runtime, "ipcOpenMemHandle", refuse)
+    else:
+        monkeypatch.setattr(ipc, "check_memfd", lambda fd, size: False)
+    send(left, "right", payload(0), header())
+    assert what in str(wait_for(right, PeerLost)[0].error)
+
+
+def test_false_messages_of_a_peer_are_errors(fake_nccl: Nccl) -> None:
+    sockets: Any = SimpleNamespace(offer=b"\xff", peer="left")
+    alone = made(NcclEndpoint, "alone")
+    with contextlib.closing(alone), pytest.raises(ChannelError, match="left sent no NCCL ids"):
+        alone._join(sockets)
+    with pair_of(NcclEndpoint) as (_, right):
+        link: Any = right._links["left"]
+        with pytest.raises(PeerError, match="posted a receive of no payload"):
+            link._handle(nccl._Posted(Priority.LS))
