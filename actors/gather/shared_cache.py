@@ -10,7 +10,7 @@ Shapes: T tokens of a batch, C rows of a pool that are read, N new ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +22,20 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.divided_heads import HeadShare
+from models.experts.expert_half import ExpertHalf
 from planner.arrays import Ints
 
 
 class GroupHalf(NamedTuple):
-    """A worker's half with its heads, and the heads of all workers."""
+    """A worker's half with its heads, and the heads of all workers.
+
+    slices: this worker's part of every expert, read at the first call.
+    """
 
     half: AttentionHalf
     shares: tuple[HeadShare, ...]
     block_tokens: int
+    slices: Callable[[], ExpertHalf]
 
 
 class Numbering(NamedTuple):
