@@ -142,9 +142,9 @@ class SharedCache:
 
     def new_entries(self, layer: int) -> list[Tensor]:
         """Return new entries or states of heads that this worker provides to the leader."""
-        new_N, provided = self._rows(layer).new, self._provided(layer, self._exchange.rank)
+        new_N, provided = _span(self._rows(layer).new), self._provided(layer, self._exchange.rank)
         pools = zip(self.kv.entries(layer), provided, strict=True)
-        return [pool[new_N][:, [local for local, _ in heads]] for pool, heads in pools]
+        return [pool[new_N][:, _span([local for local, _ in heads])] for pool, heads in pools]
 
     def keep(self, layer: int, every: Sequence[Sequence[Tensor]]) -> None:
         """Write new entries of all workers to the leader's pool; states when the pass has ended.
@@ -159,7 +159,7 @@ class SharedCache:
             entry = pool.new_empty((len(new_N), *pool.shape[1:]))
             for heads, parts in zip(provided, every, strict=True):
                 if heads[number]:
-                    entry[:, [head for _, head in heads[number]]] = parts[number]
+                    entry[:, _span([head for _, head in heads[number]])] = parts[number]
             whole.append(entry)
         if layer in self._spec.recurrent_layers:
             self._changed.append((layer, whole))
@@ -216,6 +216,13 @@ class _Rows(NamedTuple):
 
     read: Ints
     new: Ints
+
+
+def _span(numbers: Ints | list[int]) -> slice | Ints | list[int]:
+    """Return consecutive numbers as a slice, which indexes without a copy."""
+    first = int(numbers[0]) if len(numbers) else 0
+    found = slice(first, first + len(numbers))
+    return found if np.array_equal(numbers, np.arange(found.start, found.stop)) else numbers
 
 
 def _read_slots(batch: AttentionBatch) -> Ints:

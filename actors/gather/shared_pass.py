@@ -26,6 +26,7 @@ from torch import Tensor
 from actors.channels.base import PacketKind
 from actors.gather.group_exchange import GroupCall, GroupExchange
 from actors.gather.shared_cache import GroupHalf, OuterPool, SharedCache
+from kernels.fused_ops import write_slots
 from kernels.routing import local_index
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
@@ -81,7 +82,8 @@ class SharedPass:
         if self._call.scheme is ExchangeScheme.ALL_REDUCE:
             sum_UD = self._gather(layer, sum_UD, shards)[shards[exchange.rank]]
         yield
-        own_UD = half.add_attention(layer, self.hidden_TD[shards[exchange.rank]], sum_UD)
+        residual_UD = self.hidden_TD.index_select(0, shards[exchange.rank])
+        own_UD = half.add_attention(layer, residual_UD, sum_UD)
         if self._call.scheme is ExchangeScheme.TENSOR_PARALLEL and half.router(layer) is not None:
             own_UD = yield from self._sliced_experts(layer, own_UD, shards)
         else:
@@ -118,9 +120,10 @@ class SharedPass:
         sum_UD = self._reduce(layer, partial_RD.to(own_UD.dtype), shards)
         if self._batch.unjoined is not None:
             residual_RD, norm_D = self._batch.unjoined
-            self._batch.unjoined = residual_RD[own_U], norm_D
-        hidden_UD = out.hidden_TD[own_U].add_(sum_UD)
-        return (yield from self._joined(layer, hidden_UD, out.routed.router_input[own_U]))
+            self._batch.unjoined = residual_RD.index_select(0, own_U), norm_D
+        hidden_UD = out.hidden_TD.index_select(0, own_U).add_(sum_UD)
+        x_UD = out.routed.router_input.index_select(0, own_U)
+        return (yield from self._joined(layer, hidden_UD, x_UD))
 
     def _joined(self, layer: int, hidden_UD: Tensor, x_UD: Tensor) -> Steps[Tensor]:
         """Add shared experts and return the residual."""
@@ -175,7 +178,7 @@ class SharedPass:
         """Return the sum over workers of this worker's rows. entries: new ones, for the leader."""
         exchange, parts = self._exchange, dict[str, list[Tensor]]()
         for worker, name in enumerate(self._names):
-            parts[name] = [partial_RD[shards[worker]]]
+            parts[name] = [partial_RD.index_select(0, shards[worker])]
             if worker == self._leader:
                 parts[name] += entries
         own = parts[self._names[exchange.rank]]
@@ -209,7 +212,7 @@ class SharedPass:
         pairs_RW = torch.zeros((rows, exchange.workers), dtype=torch.uint8)
         for name, shard in zip(self._names, shards, strict=True):
             tensors = packets[name].tensors if name in packets else own
-            out_RD[shard] = tensors[0]
+            write_slots(out_RD.unsqueeze(1), shard, tensors[0].unsqueeze(1))
             if pairs_UW is not None:
                 pairs_RW[shard] = tensors[1]
         for packet in packets.values():
