@@ -1,5 +1,6 @@
 """Expert backends of a prefill worker, selected by `prefill.experts`."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,9 +189,13 @@ def _shuffled(
 
     shared_batches = {"led": 0.0, "lost": 0.0}
 
+    @functools.cache
+    def slices() -> ExpertHalf:
+        return ExpertHalf.load_slices(checkpoint, model, spec.rank, workers, layout.dtype)
+
     def backend(half: AttentionHalf) -> ShuffledBackend:
         divided = divided_half(half, checkpoint, shares[spec.rank], exchange.total)
-        group = GroupHalf(divided, shares, config.kv.block_tokens)
+        group = GroupHalf(divided, shares, config.kv.block_tokens, slices)
         keeps_kv = not config.prefill.disable_kv_cache
         parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
         return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)

@@ -10,7 +10,7 @@ Shapes: T tokens of a batch, C rows of a pool that are read, N new ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +22,20 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.divided_heads import HeadShare
+from models.experts.expert_half import ExpertHalf
 from planner.arrays import Ints
 
 
 class GroupHalf(NamedTuple):
-    """A worker's half with its heads, and the heads of all workers."""
+    """A worker's half with its heads, and the heads of all workers.
+
+    slices: this worker's part of every expert, read at the first call.
+    """
 
     half: AttentionHalf
     shares: tuple[HeadShare, ...]
     block_tokens: int
+    slices: Callable[[], ExpertHalf]
 
 
 class Numbering(NamedTuple):
@@ -137,9 +142,9 @@ class SharedCache:
 
     def new_entries(self, layer: int) -> list[Tensor]:
         """Return new entries or states of heads that this worker provides to the leader."""
-        new_N, provided = self._rows(layer).new, self._provided(layer, self._exchange.rank)
+        new_N, provided = _span(self._rows(layer).new), self._provided(layer, self._exchange.rank)
         pools = zip(self.kv.entries(layer), provided, strict=True)
-        return [pool[new_N][:, [local for local, _ in heads]] for pool, heads in pools]
+        return [pool[new_N][:, _span([local for local, _ in heads])] for pool, heads in pools]
 
     def keep(self, layer: int, every: Sequence[Sequence[Tensor]]) -> None:
         """Write new entries of all workers to the leader's pool; states when the pass has ended.
@@ -154,7 +159,7 @@ class SharedCache:
             entry = pool.new_empty((len(new_N), *pool.shape[1:]))
             for heads, parts in zip(provided, every, strict=True):
                 if heads[number]:
-                    entry[:, [head for _, head in heads[number]]] = parts[number]
+                    entry[:, _span([head for _, head in heads[number]])] = parts[number]
             whole.append(entry)
         if layer in self._spec.recurrent_layers:
             self._changed.append((layer, whole))
@@ -211,6 +216,13 @@ class _Rows(NamedTuple):
 
     read: Ints
     new: Ints
+
+
+def _span(numbers: Ints | list[int]) -> slice | Ints | list[int]:
+    """Return consecutive numbers as a slice, which indexes without a copy."""
+    first = int(numbers[0]) if len(numbers) else 0
+    found = slice(first, first + len(numbers))
+    return found if np.array_equal(numbers, np.arange(found.start, found.stop)) else numbers
 
 
 def _read_slots(batch: AttentionBatch) -> Ints:

@@ -3,6 +3,9 @@
     worker 0   heads 0 1 2, all tokens ─┐ reduce- ┌─ its tokens: experts by all-to-all ─┐ all-
     worker 1   heads 3 4 5, all tokens ─┘ scatter └─ its tokens                        ─┘ gather
 
+    tensor_parallel: all-gather before the experts, of which each worker has a part for all tokens,
+    and a reduce-scatter after them
+
 A token lands on the worker that holds most of its predicted experts, in shards of equal size. The
 next layer's router, applied to the residual before its attention, predicts; counts of pairs by
 worker travel with the all-gather, so that all workers compute the same order. Sums are added in the
@@ -23,8 +26,11 @@ from torch import Tensor
 from actors.channels.base import PacketKind
 from actors.gather.group_exchange import GroupCall, GroupExchange
 from actors.gather.shared_cache import GroupHalf, OuterPool, SharedCache
+from kernels.fused_ops import write_slots
+from kernels.routing import local_index
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
+from models.experts.expert_half import expert_sum_steps
 from planner.arrays import Ints
 from planner.costs.exchange_volume import ExchangeScheme
 from planner.placement.nodes import LinkLevels
@@ -44,6 +50,8 @@ class SharedPass:
     ) -> None:
         half, slices = group.half, call.slices
         self._exchange, self._half, self._call, self._leader = exchange, half, call, leader
+        self._slices, experts = group.slices, half.spec.num_experts
+        self._every_E = local_index(list(range(experts)), experts)
         self._names = exchange.names
         self._batch = AttentionBatch.build(
             slices, block_tokens=group.block_tokens, device=half.device
@@ -69,12 +77,17 @@ class SharedPass:
         order_R = torch.from_numpy(self._order(layer, last))
         bounds = shard_bounds(len(order_R), exchange.workers)
         shards = [order_R[bounds[w] : bounds[w + 1]] for w in range(exchange.workers)]
-        sum_UD = self._reduce(layer, partial_RD, shards)
+        entries = self._cache.new_entries(layer) if self._call.keeps_kv else []
+        sum_UD = self._reduce(layer, partial_RD, shards, entries)
         if self._call.scheme is ExchangeScheme.ALL_REDUCE:
             sum_UD = self._gather(layer, sum_UD, shards)[shards[exchange.rank]]
         yield
-        own_UD = half.add_attention(layer, self.hidden_TD[shards[exchange.rank]], sum_UD)
-        own_UD = yield from self._feed_forward(layer, own_UD)
+        residual_UD = self.hidden_TD.index_select(0, shards[exchange.rank])
+        own_UD = half.add_attention(layer, residual_UD, sum_UD)
+        if self._call.scheme is ExchangeScheme.TENSOR_PARALLEL and half.router(layer) is not None:
+            own_UD = yield from self._sliced_experts(layer, own_UD, shards)
+        else:
+            own_UD = yield from self._feed_forward(layer, own_UD)
         pairs_UW = self._predict(layer + 1, own_UD)
         self.hidden_TD = self._gather(layer, own_UD, shards, pairs_UW)
         if layer == self.layers - 1:
@@ -89,12 +102,35 @@ class SharedPass:
             return own_UD
         out = yield from half.mlp_steps(layer, own_UD, self._batch)
         hidden_UD, routed = out.hidden_TD, out.routed
-        if routed is not None:
-            hidden_UD.add_(self._exchange.sums(layer, routed))
-            shared_UD = yield from half.shared_steps(layer, routed.router_input)
-            if shared_UD is not None:
-                hidden_UD.add_(shared_UD)
-        return (yield from half.residual(hidden_UD, self._batch))
+        if routed is None:
+            return (yield from half.residual(hidden_UD, self._batch))
+        hidden_UD.add_(self._exchange.sums(layer, routed))
+        return (yield from self._joined(layer, hidden_UD, routed.router_input))
+
+    def _sliced_experts(
+        self, layer: int, own_UD: Tensor, shards: Sequence[Tensor]
+    ) -> Steps[Tensor]:
+        """Compute this worker's part of the experts of all rows; return its own rows."""
+        own_U = shards[self._exchange.rank]
+        every_RD = self._gather(layer, own_UD, shards)
+        out = yield from self._half.mlp_steps(layer, every_RD, self._batch)
+        assert out.routed is not None
+        held = self._slices().layer_experts(layer)
+        partial_RD = yield from expert_sum_steps(out.routed, held, self._every_E)
+        sum_UD = self._reduce(layer, partial_RD.to(own_UD.dtype), shards)
+        if self._batch.unjoined is not None:
+            residual_RD, norm_D = self._batch.unjoined
+            self._batch.unjoined = residual_RD.index_select(0, own_U), norm_D
+        hidden_UD = out.hidden_TD.index_select(0, own_U).add_(sum_UD)
+        x_UD = out.routed.router_input.index_select(0, own_U)
+        return (yield from self._joined(layer, hidden_UD, x_UD))
+
+    def _joined(self, layer: int, hidden_UD: Tensor, x_UD: Tensor) -> Steps[Tensor]:
+        """Add shared experts and return the residual."""
+        shared_UD = yield from self._half.shared_steps(layer, x_UD)
+        if shared_UD is not None:
+            hidden_UD.add_(shared_UD)
+        return (yield from self._half.residual(hidden_UD, self._batch))
 
     # --- order of the rows
 
@@ -132,13 +168,19 @@ class SharedPass:
 
     # --- collectives
 
-    def _reduce(self, layer: int, partial_RD: Tensor, shards: Sequence[Tensor]) -> Tensor:
-        """Return the sum over workers of this worker's rows; the leader takes new entries."""
+    def _reduce(
+        self,
+        layer: int,
+        partial_RD: Tensor,
+        shards: Sequence[Tensor],
+        entries: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return the sum over workers of this worker's rows. entries: new ones, for the leader."""
         exchange, parts = self._exchange, dict[str, list[Tensor]]()
         for worker, name in enumerate(self._names):
-            parts[name] = [partial_RD[shards[worker]]]
-            if worker == self._leader and self._call.keeps_kv:
-                parts[name] += self._cache.new_entries(layer)
+            parts[name] = [partial_RD.index_select(0, shards[worker])]
+            if worker == self._leader:
+                parts[name] += entries
         own = parts[self._names[exchange.rank]]
         packets = exchange.collect(PacketKind.SCATTER, layer, parts)
         arrived = {name: packet.tensors for name, packet in packets.items()}
@@ -146,7 +188,8 @@ class SharedPass:
         sum_UD = every[0][0].float()
         for other in every[1:]:
             sum_UD = sum_UD + other[0]
-        self._cache.keep(layer, [entries[1:] for entries in every])
+        if entries:
+            self._cache.keep(layer, [tensors[1:] for tensors in every])
         for packet in packets.values():
             packet.release()
         return sum_UD.to(partial_RD.dtype)
@@ -169,7 +212,7 @@ class SharedPass:
         pairs_RW = torch.zeros((rows, exchange.workers), dtype=torch.uint8)
         for name, shard in zip(self._names, shards, strict=True):
             tensors = packets[name].tensors if name in packets else own
-            out_RD[shard] = tensors[0]
+            write_slots(out_RD.unsqueeze(1), shard, tensors[0].unsqueeze(1))
             if pairs_UW is not None:
                 pairs_RW[shard] = tensors[1]
         for packet in packets.values():

@@ -29,11 +29,12 @@ from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedW
 from contracts.placement import Placement
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.experts.expert_half import expert_sums
+from models.experts.router import RoutedTokens
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
 from planner.arrays import Ints
-from planner.costs.exchange_volume import ExchangeScheme
+from planner.costs.exchange_volume import ExchangeScheme, moved_rows
 from planner.placement.routing import LayerRouting
 from planner.placement.shuffling import main_workers, share_tables, shuffled_order
 from planner.placement.slots import contiguous_line, held
@@ -42,7 +43,13 @@ from tests.support.group_harness import RankConnection, prefill_config
 from tests.support.local_group import LocalGroup, RankLocation
 from tests.support.local_model import LocalModel
 
-SCHEMES = (ExchangeScheme.ALL_REDUCE, ExchangeScheme.REDUCE_SCATTER, ExchangeScheme.SHUFFLED)
+SCHEMES = (
+    ExchangeScheme.ALL_REDUCE,
+    ExchangeScheme.REDUCE_SCATTER,
+    ExchangeScheme.SHUFFLED,
+    ExchangeScheme.TENSOR_PARALLEL,
+)
+LOCAL_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MODES = (("resident", 1), ("gathered", 2), ("all_to_all", 2), ("shuffled", 2))
 WORKERS = 2
 Texts = Sequence[Sequence[int]]
@@ -87,11 +94,47 @@ def schemes(
                     link.sent_bytes, before = 0, workers.copies
                     seconds.append(workers.run(call, number + 1))
             each = len(ids_T) * len(routing)
-            rows = 2 * (workers.copies - before) / each + (3 if scheme is SCHEMES[0] else 2)
+            rows = moved_rows(scheme, WORKERS, (workers.copies - before) / each)
             dims = link.sent_bytes / each / (4 * model.spec.hidden_size)
             found[f"{scheme}{name}"] = {"rows": rows, "dims": dims, "seconds": seconds[1:]}
         workers.close()
     return found
+
+
+def expert_layer(model: LocalModel, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the ms of one layer's experts, and copies of a token, by the share of local pairs."""
+    E, layer, found = model.spec.num_experts, model.spec.moe_layers[0], dict[str, Any]()
+    sizes = (E // WORKERS,) * WORKERS
+    lines = (tuple(range(E)),) * len(model.spec.moe_layers)
+    placement = Placement(num_experts=E, slots_per_rank=sizes, expert_of_slot=lines)
+    workers = SharedWorkers(BUNDLED, model, placement)
+    for share in LOCAL_SHARES:
+        routed = [_routed(model, rank, share, options.layer_tokens) for rank in range(WORKERS)]
+        link, ms = LimitedLink(options.mib * 2**20), list[float]()
+        with patch.object(Endpoint, "reserve", lambda *a, link=link: link.reserve(*a)):
+            for number in range(options.passes + 1):
+                before = workers.copies
+                ms.append(1e3 * workers.run_experts(layer, routed, number + 1))
+        copies = (workers.copies - before) / WORKERS / options.layer_tokens
+        found[f"local | {share}"] = {"copies": copies, "ms": ms[1:]}
+    workers.close()
+    return found
+
+
+def _routed(model: LocalModel, rank: int, share: float, tokens: int) -> RoutedTokens:
+    """Return a worker's tokens with random experts, a share of them on the worker itself."""
+    K, each = model.spec.top_k, model.spec.num_experts // WORKERS
+    generator = np.random.default_rng(0)
+    own_TK, other_TK = (
+        generator.random((tokens, each)).argsort(1)[:, :K] + worker * each
+        for worker in (rank, 1 - rank)
+    )
+    ids_TK = np.where(generator.random((tokens, K)) < share, own_TK, other_TK)
+    return RoutedTokens(
+        torch.zeros(tokens, model.spec.hidden_size),
+        torch.from_numpy(ids_TK),
+        torch.full((tokens, K), 1 / K),
+    )
 
 
 def long_prompt(folder: Path, tokens: int, mode: str, workers: int, passes: int) -> list[float]:
@@ -161,13 +204,18 @@ def measure(options: argparse.Namespace) -> Measured:
     counts = RoutingCounts.read(BUNDLED / ROUTING, BUNDLED, model.spec)
     routing = [layer_routing(counts, layer) for layer in model.spec.moe_layers]
     samples = schemes(model, routing, texts[: options.rows], options)
+    samples |= expert_layer(model, options)
     with TemporaryDirectory() as scratch:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
         for mode, workers in MODES:
             seconds = long_prompt(folder, options.tokens, mode, workers, options.passes)
             samples[f"prompt | {mode}"] = {"seconds": seconds}
     summary: dict[str, Any] = {
-        name: {**row, "seconds": statistics.median(row["seconds"])} for name, row in samples.items()
+        name: {
+            key: statistics.median(each) if isinstance(each, list) else each
+            for key, each in row.items()
+        }
+        for name, row in samples.items()
     }
     return Measured(samples, summary | predictions(model, routing, texts))
 
@@ -177,8 +225,10 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     hits = {name[7:]: row for name, row in summary.items() if name.startswith("hits | ")}
     prompt = {mode: summary[f"prompt | {mode}"] for mode, _ in MODES}
     layers = tuple(hits["token table"])
+    local = {name[8:]: row for name, row in summary.items() if name.startswith("local | ")}
     return [
         table_of(dims, "Per token and layer, limited link", "scheme", ("rows", "dims", "seconds")),
+        table_of(local, "An expert layer, limited link", "local share of pairs", ("copies", "ms")),
         table_of(prompt, "One long prompt", "experts", ("seconds",)),
         table_of(hits, "Tokens whose worker was predicted", "prediction", layers),
     ]
@@ -189,6 +239,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", type=int, default=100, help="that predictions are judged on")
     parser.add_argument("--rows", type=int, default=20, help="texts of a batch")
     parser.add_argument("--tokens", type=int, default=1500, help="of the long prompt")
+    parser.add_argument("--layer-tokens", type=int, default=256, help="of each worker's layer")
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--mib", type=float, default=8.0, help="MiB/s of the limited link")
 

@@ -1,9 +1,11 @@
 """Prefill workers that compute a batch together as threads, over links of limited speed."""
 
+import functools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from contracts.placement import Placement
 from kernels.steps import run_to_end
 from models.decoder.divided_heads import divided_half, head_share
 from models.experts.expert_half import ExpertHalf
+from models.experts.router import RoutedTokens
 from models.weights.checkpoint import Checkpoint
 from tests.support.local_model import LocalModel
 
@@ -66,7 +69,8 @@ class SharedWorkers:
             exchange = GroupExchange(*parts)
             self.exchanges.append(exchange)
             half = divided_half(model.attention, checkpoint, shares[rank], exchange.total)
-            self._halves.append(GroupHalf(half, shares, BLOCK_TOKENS))
+            slices = partial(ExpertHalf.load_slices, checkpoint, model.spec, rank, workers, dtype)
+            self._halves.append(GroupHalf(half, shares, BLOCK_TOKENS, functools.cache(slices)))
         for exchange in self.exchanges:
             exchange.join(addresses)
 
@@ -76,8 +80,25 @@ class SharedWorkers:
 
     def run(self, call: GroupCall, number: int) -> float:
         """Return the seconds of a pass."""
+        return self._run(lambda rank: self._pass(rank, call), number)
+
+    def run_experts(self, layer: int, routed: Sequence[RoutedTokens], number: int) -> float:
+        """Return the seconds of a layer's experts, with tokens of each worker."""
+        return self._run(lambda rank: self.exchanges[rank].sums(layer, routed[rank]), number)
+
+    def _run(self, work: Callable[[int], object], number: int) -> float:
+        """Return the seconds of some work on each worker at once."""
+
+        def run(rank: int) -> None:
+            exchange = self.exchanges[rank]
+            exchange.begin(number)
+            while not exchange.is_linked:
+                exchange.receive(0.1)
+            work(rank)
+            exchange.end()
+
         start_s, ranks = time.monotonic(), range(len(self.exchanges))
-        threads = [threading.Thread(target=self._run, args=(n, call, number)) for n in ranks]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -88,12 +109,7 @@ class SharedWorkers:
         for exchange in self.exchanges:
             exchange._endpoint.close()
 
-    def _run(self, rank: int, call: GroupCall, number: int) -> None:
-        exchange = self.exchanges[rank]
-        exchange.begin(number)
-        while not exchange.is_linked:
-            exchange.receive(0.1)
-        shared = SharedPass(exchange, self._halves[rank], call, 0)
+    def _pass(self, rank: int, call: GroupCall) -> None:
+        shared = SharedPass(self.exchanges[rank], self._halves[rank], call, 0)
         for layer in range(shared.layers):
             run_to_end(shared.steps(layer))
-        exchange.end()

@@ -16,7 +16,13 @@ from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
 from kernels.steps import Steps, add_tiled, run_to_end
-from models.experts.expert_loading import ExpertLayer, join_layers, load_experts, load_separately
+from models.experts.expert_loading import (
+    ExpertLayer,
+    join_layers,
+    load_experts,
+    load_separately,
+    load_slices,
+)
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -117,6 +123,17 @@ class ExpertHalf:
             held[layer] = read(checkpoint, spec, layer, ids_of[layer], loader)
             loader.finish_layer()
         return ExpertHalf(spec, expert_ids, held)
+
+    @staticmethod
+    def load_slices(
+        checkpoint: Checkpoint, spec: ModelSpec, worker: int, workers: int, dtype: torch.dtype
+    ) -> ExpertHalf:
+        """Read a worker's part of the FFN dim of all experts. Raises CheckpointError."""
+        loader, held = Loader(checkpoint, dtype, torch.device("cpu"), None, 0), {}
+        for layer in spec.moe_layers:
+            held[layer] = load_slices(checkpoint, spec, layer, worker, workers, loader)
+            loader.finish_layer()
+        return ExpertHalf(spec, range(spec.num_experts), held)
 
     def layers(self) -> dict[int, ExpertLayer]:
         return dict(self._layers)

@@ -98,6 +98,36 @@ def _stored_products(
     ]
 
 
+def load_slices(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int, worker: int, workers: int, loader: Loader
+) -> ExpertLayer:
+    """Read a worker's run of the FFN dim of all experts, dequantised.
+
+    The biases of down are zeros on all workers but the first, so that the sum over workers has them
+    once. Raises CheckpointError.
+    """
+    F = spec.expert_ffn_size
+    run = slice(F * worker // workers, F * (worker + 1) // workers)
+    whole = tuple(loader.empty(1, *shape) for shape in expert_shapes(spec))
+    gate_ups, downs = list[PackedLinear](), list[PackedLinear]()
+    for expert in range(spec.num_experts):
+        copy_experts(checkpoint, spec, layer, [expert], loader.copy, whole)
+        gate_up, down, *biases = (tensor[0] for tensor in whole)
+        gate_up_bias, down_bias = biases or (None, None)
+        bias_N = None if gate_up_bias is None else _both(gate_up_bias, run)
+        gate_ups.append(PackedLinear(_both(gate_up, run), bias_N))
+        bias_N = None if down_bias is None else down_bias * (worker == 0)
+        downs.append(PackedLinear(down[:, run].clone().contiguous(), bias_N))
+    return ExpertLayer(
+        ExpertLinears(gate_ups, None), ExpertLinears(downs, None), clamped_gate(spec)
+    )
+
+
+def _both(gate_up: Tensor, run: slice) -> Tensor:
+    """Return a run of the gate rows, then that of the up rows."""
+    return torch.cat([rows[run] for rows in gate_up.chunk(2)])
+
+
 def load_separately(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:

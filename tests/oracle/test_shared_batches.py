@@ -75,7 +75,11 @@ def led(group: PrefillThreads, rank: int = 0) -> float:
 
 @contextmanager
 def sharing(
-    folder: Path, workers: int, backend: str = "shm", **sections: Any
+    folder: Path,
+    workers: int,
+    backend: str = "shm",
+    scheme: ExchangeScheme = ExchangeScheme.SHUFFLED,
+    **sections: Any,
 ) -> Iterator[PrefillThreads]:
     """Run workers that share every batch."""
     sections["prefill"] = {"experts": "shuffled", **sections.get("prefill", {})}
@@ -84,18 +88,21 @@ def sharing(
         patch.object(BatchChoice, "gain_s", return_value=60.0),
         PrefillThreads(folder, config, workers=workers, backend=backend) as group,
     ):
+        for worker in group.workers:
+            backend_of(worker)._group = backend_of(worker)._group._replace(scheme=scheme)
         yield group
 
 
+@pytest.mark.parametrize("scheme", [ExchangeScheme.SHUFFLED, ExchangeScheme.TENSOR_PARALLEL])
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_logits_of_shared_batches_equal_those_of_one_worker(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], scheme: ExchangeScheme
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
     expected = alone_logits(folder)
     for workers, backend in ((2, "shm"), (3, "tcp")):
         found = []
-        with sharing(folder, workers, backend) as group:
+        with sharing(folder, workers, backend, scheme) as group:
             for rank in range(workers):
                 with group.client(rank) as client:
                     found.append(logits_of(client))
@@ -220,10 +227,14 @@ def test_attention_that_cannot_be_divided_is_refused(
         pass
 
 
-def _exchange(group: PrefillThreads, rank: int) -> GroupExchange:
-    backend = loop_of(group.workers[rank]).executor._backend
+def backend_of(worker: Rank) -> ShuffledBackend:
+    backend = loop_of(worker).executor._backend
     assert isinstance(backend, ShuffledBackend)
-    return backend._exchange
+    return backend
+
+
+def _exchange(group: PrefillThreads, rank: int) -> GroupExchange:
+    return backend_of(group.workers[rank])._exchange
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
@@ -276,15 +287,13 @@ def test_bytes_of_each_scheme_are_those_of_the_formula(
         ExchangeScheme.ALL_REDUCE,
         ExchangeScheme.REDUCE_SCATTER,
         ExchangeScheme.SHUFFLED,
+        ExchangeScheme.TENSOR_PARALLEL,
     ):
         with (
-            sharing(folder, workers, "tcp", prefill={"disable_kv_cache": True}) as group,
+            sharing(folder, workers, "tcp", scheme, prefill={"disable_kv_cache": True}) as group,
             counted_bytes() as sent,
             group.client() as client,
         ):
-            backend = loop_of(group.workers[0]).executor._backend
-            assert isinstance(backend, ShuffledBackend)
-            backend._group = backend._group._replace(scheme=scheme)
             logits = logits_of(client, ROWS[2:3])
             exchanges = [_exchange(group, rank) for rank in range(workers)]
             wait_for_end(exchanges)
