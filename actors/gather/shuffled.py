@@ -128,7 +128,8 @@ class ShuffledBackend(StoredBackend):
         work, mean_row = self._work_of(slices), self._exchange.levels.mean_row
         gain_s = self._choice.gain_s(work, self.copy_s, mean_row)
         if gain_s <= 0.0 or not self._may_call():
-            return self._stay_alone(work)
+            self._stay_alone(work)
+            return None
         numbered, numbering = numbered_slices(slices)
         group, first_order, levels = self._group, b"", self._exchange.levels
         if group.facts.first_shares is not None:
@@ -145,7 +146,8 @@ class ShuffledBackend(StoredBackend):
         )
         start_s = self._clock()
         if not self._call(call, min(gain_s / 8, PEER_TIMEOUT_S)):
-            return self._stay_alone(work)
+            self._stay_alone(work)
+            return None
         outer = OuterPool(kv, batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
         self._leading = _LedPass(self, shared, work, start_s)
