@@ -43,7 +43,7 @@ class Workers:
     def __init__(self, clients: Sequence[RankConnection]) -> None:
         self._clients, self._ended = clients, dict[tuple[int, int], tuple[float, Any]]()
         self._dice = random.Random(0)
-        for worker in range(WORKERS):
+        for worker in range(len(clients)):
             threading.Thread(target=self._read, args=(worker,), daemon=True).start()
 
     def _read(self, worker: int) -> None:
@@ -60,7 +60,7 @@ class Workers:
         for (at_s, tokens, worker), ids in zip(arrivals, prompts, strict=True):
             time.sleep(max(0.0, start_s + at_s - time.monotonic()))
             if worker is None:
-                open_tokens = [0] * WORKERS
+                open_tokens = [0] * len(self._clients)
                 for key in sent.keys() - self._ended.keys():
                     open_tokens[key[0]] += sent[key]
                 worker = open_tokens.index(min(open_tokens))
@@ -69,19 +69,20 @@ class Workers:
             time.sleep(0.002)
         if failed := [self._ended[k][1] for k in sent if isinstance(self._ended[k][1], Failed)]:
             raise RuntimeError(f"a prompt failed: {failed[0]}")
-        return [
-            self._ended[key][0] - start_s - each.at_s
-            for key, each in zip(sent, arrivals, strict=True)
-        ]
+        ends = [self._ended[key][0] for key in sent]
+        return [end - start_s - each.at_s for end, each in zip(ends, arrivals, strict=True)]
 
 
 @contextlib.contextmanager
-def running(folder: Path, experts: str, inside: Sequence[str] = ()) -> Iterator[Workers]:
+def running(
+    folder: Path, experts: str, inside: Sequence[str] = (), workers: int = WORKERS
+) -> Iterator[Workers]:
+    """Run a group with a core for each worker."""
     cores = {
         f"prefill-{rank}": RankLocation(inside=("taskset", "-c", str(rank), *inside))
-        for rank in range(WORKERS)
+        for rank in range(workers)
     }
-    sizes = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": WORKERS}
+    sizes = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": workers}
     config = prefill_config(
         groups={**sizes, "torch_threads": 1, "ready_timeout_s": 300.0},
         kv={"prefix_cache": False, "pool_tokens": 32768},
@@ -101,8 +102,8 @@ def measure(options: argparse.Namespace) -> Measured:
     with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
         groups = {n: stack.enter_context(running(folder, mode)) for n, mode in VARIANTS.items()}
-        for each in burst[:8]:  # measures both kinds of batches
-            groups["on"].play([each])
+        for each, worker in itertools.product(burst[:8], range(WORKERS)):  # to learn their times
+            groups["on"].play([each._replace(worker=worker)])
         groups["off"].play(burst)
         summary["prompts_per_s"] = len(burst) / max(groups["off"].play(burst))
         for number, part in itertools.product(range(options.rounds), LOADS):
