@@ -26,6 +26,8 @@ CASES = {
     "offloaded_decode": "offloaded_decode",
     "placement": "placement",
     "shared_batches": "shared_batches",
+    "shared_load": "shared_load",
+    "mode_choice": "mode_choice",
     "batch_kills": "batch_kills",
     "bulk_kills": "bulk_kills",
     "lm_eval_check": "lm_eval_check",

@@ -91,7 +91,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     sections: numbers by component. Every rank that computes: stage_s (seconds per stage),
     channel_bytes (sent, received), totals. With a KV pool: kv_blocks by state. Attention ranks:
     plans (batches by plan), chosen_by (batches by source of the plan). Prefill workers: work in
-    FLOPs, or in tokens if FLOPs are unknown; shared_batches (led, lost). If experts may move:
+    FLOPs, or in tokens if FLOPs are unknown; shared_batches (led, lost, left). If experts may
+    move:
     placement (generation; on expert ranks also experts, moves by outcome, loaded bytes).
 
     notes: planner: "ready", or why its plans are not used. degraded: peers whose experts are served

@@ -125,6 +125,10 @@ class Executor:
         """True if no batch may start because the backend computes for other workers."""
         return self._backend.is_engaged
 
+    def disengage(self) -> None:
+        """End computing for other workers where that is possible: requests wait here."""
+        self._backend.disengage()
+
     @property
     def in_flight(self) -> int:
         return len(self._runs)
@@ -385,13 +389,12 @@ class Executor:
         return counts
 
     def _share(self, micro_batch: MicroBatch, shared: SharedLayers) -> Steps[None]:
-        """Run a layer with other workers; if one is lost, all layers again without them."""
+        """Run a layer with other workers; if one is lost, that and later ones without them."""
         micro_batch.doing = Stage.ATTENTION, micro_batch.layer
         try:
             micro_batch.hidden_TD = yield from shared.steps(micro_batch.layer)
         except PeerError:
-            micro_batch.shared_layers = micro_batch.hidden_TD = None
-            micro_batch.layer, micro_batch.attended = 0, -1
+            micro_batch.shared_layers = None
             return
         micro_batch.attended = micro_batch.layer
         self._advance(micro_batch)

@@ -187,7 +187,7 @@ def _shuffled(
     exchange = GroupExchange(endpoint, names, own, spec.placement, timeline, monotonic_s)
     shares = tuple(head_share(model, rank, workers) for rank in range(workers))
 
-    shared_batches = {"led": 0.0, "lost": 0.0}
+    shared_batches = {"led": 0.0, "lost": 0.0, "left": 0.0}
 
     @functools.cache
     def slices() -> ExpertHalf:

@@ -3,6 +3,8 @@
     leader ── GroupCall ──> others      Accepted, or Declined if one is busy
            ── Started ────> all accepted; then packets of layers, one per peer and collective
            ── Aborted ────> a worker was lost, or not all accepted; any worker may send it
+    others ── Left ───────> all: the pass ends before a layer
+    any    ── Busy ───────> all: not to be called for some time
 
 Packets of other passes than the current one are released.
 """
@@ -64,7 +66,19 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-GroupMessage = GroupCall | Accepted | Declined | Started | Aborted
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """The worker has requests of its own, and takes no part from a layer on."""
+
+    layer: int
+
+
+class Busy(msgspec.Struct, frozen=True, tag=True):
+    """The worker computes a batch alone, for about as long."""
+
+    seconds: float
+
+
+GroupMessage = GroupCall | Accepted | Declined | Started | Aborted | Left | Busy
 _DECODER = msgspec.msgpack.Decoder(GroupMessage)
 
 
@@ -84,6 +98,8 @@ class GroupExchange(AllToAll):
         self._dialed: dict[str, str] = {}
         self.levels = LinkLevels((0,) * len(workers))  # replaced, never changed
         self._messages: list[tuple[str, int, GroupMessage]] = []
+        self._layer = 0  # of which packets are received
+        self.left: Left | None = None  # by a worker of the latest pass
 
     @property
     def rank(self) -> int:
@@ -117,6 +133,7 @@ class GroupExchange(AllToAll):
 
     def begin(self, number: int) -> None:
         self._pass, self._lost = number, None
+        self._layer, self.left = 0, None
 
     def end(self) -> None:
         """Forget the pass and what has arrived for it."""
@@ -169,8 +186,19 @@ class GroupExchange(AllToAll):
     def _poll(self, timeout_s: float) -> None:
         super()._poll(timeout_s)
         for peer, number, message in self._messages:
-            if isinstance(message, Aborted) and number == self._pass:
+            if number != self._pass:
+                continue
+            if isinstance(message, Aborted):
                 raise PeerDeadError(message.reason, peer)
+            if isinstance(message, Left) and message.layer <= self._layer:
+                self.left = message
+                raise PeerDeadError(f"{peer} has requests of its own", peer)
+
+    def _receive(
+        self, kind: PacketKind, layer: int, peers: Sequence[str] | None = None
+    ) -> dict[str, Packet]:
+        self._layer = layer
+        return super()._receive(kind, layer, peers)
 
     def _note_loss(self, error: PeerError) -> None:
         if self._pass:

@@ -149,7 +149,7 @@ class SharedCache:
     def keep(self, layer: int, every: Sequence[Sequence[Tensor]]) -> None:
         """Write new entries of all workers to the leader's pool; states when the pass has ended.
 
-        A batch that loses a worker starts again from the states before it.
+        A layer that loses a worker is computed again, from the states before it.
         """
         if self._outer is None:
             return
@@ -166,9 +166,11 @@ class SharedCache:
         else:
             self._outer.kv.write(layer, self._outer.batch, *whole)
 
-    def finish(self) -> None:
-        """Write the states of a pass that has ended."""
+    def finish(self, layers: int) -> None:
+        """Write the states of the first layers, when the pass has ended."""
         for layer, whole in self._changed:
+            if layer >= layers:
+                break
             assert self._outer is not None
             slots_N = self._outer_rows(layer, self._states.new, self._outer)
             for pool, entry in zip(self._outer.kv.entries(layer), whole, strict=True):

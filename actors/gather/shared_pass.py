@@ -90,9 +90,11 @@ class SharedPass:
             own_UD = yield from self._feed_forward(layer, own_UD)
         pairs_UW = self._predict(layer + 1, own_UD)
         self.hidden_TD = self._gather(layer, own_UD, shards, pairs_UW)
-        if layer == self.layers - 1:
-            self._cache.finish()
         return self.hidden_TD
+
+    def finish(self, layers: int) -> None:
+        """End the pass of the leader, of which all workers have computed the first layers."""
+        self._cache.finish(layers)
 
     def _feed_forward(self, layer: int, own_UD: Tensor) -> Steps[Tensor]:
         half = self._half

@@ -1,14 +1,14 @@
 """Prefill workers that compute a batch together when the others are idle, and gather experts else.
 
-The worker that has the batch leads. It calls the others if it expects to gain time, waits for their
-answers for at most half of that, and computes alone if one declines. A pass that loses a worker is
-computed anew by its leader, alone; the others go on. A worker in a pass starts no batch.
+The worker that has the batch leads. It calls the others if it expects to gain time and none is
+known to be busy, waits for their answers for at most an eighth of that, and computes alone if one
+declines. A worker that receives requests of its own leaves a pass before the next layer. The leader
+computes the rest of a pass that was left, or that lost a worker, alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,9 +19,12 @@ from actors.gather.all_to_all import PEER_TIMEOUT_S
 from actors.gather.group_exchange import (
     Aborted,
     Accepted,
+    Busy,
     Declined,
     GroupCall,
     GroupExchange,
+    GroupMessage,
+    Left,
     Started,
 )
 from actors.gather.shared_cache import GroupHalf, OuterPool, numbered_slices
@@ -38,17 +41,10 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from planner.arrays import Floats
-from planner.costs.exchange_volume import (
-    BatchWork,
-    ExchangeScheme,
-    GroupRates,
-    WorkerLoad,
-    alone_seconds,
-    shared_gain_s,
-)
+from planner.costs.exchange_volume import BatchWork, ExchangeScheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.scheduling.measured_rates import OfferedLoad, TaskTimes
+from planner.schedule.batch_choice import BatchChoice
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -67,7 +63,8 @@ class BatchFacts(NamedTuple):
 class GroupParts(NamedTuple):
     """Parts of a `ShuffledBackend`. keeps_kv: K and V are read by later batches.
 
-    counts: batches that this worker led to their end ("led"), and that lost a worker ("lost").
+    counts: batches that this worker led to their end ("led"), that lost a worker ("lost"), and that
+    one has left ("left").
     """
 
     exchange: GroupExchange
@@ -105,8 +102,10 @@ class ShuffledBackend(StoredBackend):
         self._following: _Following | None = None
         self._leading: _LedPass | None = None
         self._count = 0
-        self._choice = BatchChoice(half, group)
+        self._choice = BatchChoice(group.exchange.workers)
         self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
+        self._busy_until_s = dict[str, float]()  # of other workers
+        self._announced = False  # that this worker is busy
 
     @property
     def is_engaged(self) -> bool:
@@ -126,10 +125,10 @@ class ShuffledBackend(StoredBackend):
         kv: KvPool,
     ) -> SharedLayers | None:
         self._alone = None
-        work = self._choice.work_of(slices)
-        gain_s = self._choice.gain_s(work, self.copy_s, self._clock())
-        if gain_s <= 0.0 or self._leading is not None or not self._exchange.is_linked:
-            self._alone = work, self._clock()
+        work, mean_row = self._work_of(slices), self._exchange.levels.mean_row
+        gain_s = self._choice.gain_s(work, self.copy_s, mean_row)
+        if gain_s <= 0.0 or not self._may_call():
+            self._stay_alone(work)
             return None
         numbered, numbering = numbered_slices(slices)
         group, first_order, levels = self._group, b"", self._exchange.levels
@@ -146,13 +145,38 @@ class ShuffledBackend(StoredBackend):
             nodes=list(levels.nodes),
         )
         start_s = self._clock()
-        if not self._call(call, min(gain_s / 2, PEER_TIMEOUT_S)):
-            self._alone = work, self._clock()
+        if not self._call(call, min(gain_s / 8, PEER_TIMEOUT_S)):
+            self._stay_alone(work)
             return None
         outer = OuterPool(kv, batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
         self._leading = _LedPass(self, shared, work, start_s)
         return self._leading
+
+    def _may_call(self) -> bool:
+        """Return whether no worker is known to be busy or lost."""
+        if self._leading is not None or not self._exchange.is_linked:
+            return False
+        self._answer(0.0, idle=False)
+        return self._clock() >= max(self._busy_until_s.values(), default=0.0)
+
+    def _stay_alone(self, work: BatchWork) -> None:
+        """Note that a batch runs here."""
+        self._alone = work, self._clock()
+        self._announce(work)
+
+    def _announce(self, work: BatchWork, part: float = 1.0) -> None:
+        """Notify the others, which might call, that a part of a batch runs here."""
+        if self._leading is None and self._exchange.is_linked:
+            self._announced = True
+            self._exchange.send(Busy(part * self._choice.alone_s(work, self.copy_s)), 0)
+
+    def _work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
+        spec, work = self._half.spec, self._group.facts.work
+        tokens = sum(len(each.token_ids) for each in slices)
+        flops = sum(work(each.start, each.start + len(each.token_ids)) for each in slices)
+        row_bytes = spec.hidden_size * self._half.dtype.itemsize
+        return BatchWork(tokens, flops, spec.num_layers, row_bytes)
 
     def _call(self, call: GroupCall, timeout_s: float) -> bool:
         """Call the others; return whether all have accepted, and start the pass."""
@@ -168,6 +192,7 @@ class ShuffledBackend(StoredBackend):
                 if left_s <= 0.0:
                     break
                 for peer, about, message in exchange.receive(left_s):
+                    self._note_busy(peer, message)
                     if isinstance(message, GroupCall):
                         exchange.send(Declined(), about, [peer])
                     elif about == number and isinstance(message, Accepted):
@@ -190,17 +215,24 @@ class ShuffledBackend(StoredBackend):
         self._leading = None
         self._exchange.end()
 
-    def abandon(self, reason: str) -> None:
-        """End the pass that this worker leads, before its end."""
-        self._group.counts["lost"] += 1
+    def abandon(self, reason: str, work: BatchWork, part: float) -> None:
+        """End the pass that this worker leads before its end, and compute a part of it here."""
+        self._group.counts["lost" if self._exchange.left is None else "left"] += 1
         self._leading = None
         self._end(Aborted(reason))
+        self._announce(work, part)
 
     def _end(self, message: Aborted) -> None:
         self._exchange.send(message, self._exchange.number)
         self._exchange.end()
 
     # --- following
+
+    def disengage(self) -> None:
+        if self._following is not None:
+            self._exchange.send(Left(self._following.layer), self._exchange.number)
+            self._following = None
+            self._exchange.end()
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if self._leading is not None:
@@ -216,7 +248,11 @@ class ShuffledBackend(StoredBackend):
 
     def _answer(self, timeout_s: float, *, idle: bool) -> None:
         """Accept or decline calls, and start an accepted one."""
+        if idle and self._announced:
+            self._announced = False
+            self._exchange.send(Busy(0.0), 0)
         for peer, number, message in self._exchange.receive(timeout_s):
+            self._note_busy(peer, message)
             if isinstance(message, GroupCall):
                 if idle and self._following is None and self._exchange.is_linked:
                     self._exchange.begin(number)
@@ -236,6 +272,10 @@ class ShuffledBackend(StoredBackend):
             if waited_s > PEER_TIMEOUT_S:
                 raise PeerHungError(f"{waiting.leader} has not started its batch", waiting.leader)
 
+    def _note_busy(self, peer: str, message: GroupMessage) -> None:
+        if isinstance(message, Busy):
+            self._busy_until_s[peer] = self._clock() + message.seconds
+
     def _started(self, following: _Following) -> _Following:
         leader = self._exchange.names.index(following.leader)
         shared = SharedPass(self._exchange, self._group.half, following.call, leader)
@@ -250,12 +290,15 @@ class ShuffledBackend(StoredBackend):
             self._exchange.end()
 
     def _leave(self, error: Exception) -> None:
-        leader = "" if self._following is None else self._following.leader
+        following, self._following = self._following, None
+        if self._exchange.left is not None and following is not None:
+            self._exchange.end()
+            return
+        leader = "" if following is None else following.leader
         event(
             log, "shared_batch_left", logging.WARNING, rank=self._name, leader=leader, reason=error
         )
-        if self._following is not None:
-            self._following = None
+        if following is not None:
             self._end(Aborted(f"{self._name}: {error}"))
 
     # --- batches that run here
@@ -282,86 +325,22 @@ class _LedPass:
         try:
             hidden_TD = yield from self._shared.steps(layer)
         except Exception as error:
-            event(log, "shared_batch_lost", logging.WARNING, layer=layer, reason=error)
-            self._close(str(error))
+            if self._backend._exchange.left is None:
+                event(log, "shared_batch_lost", logging.WARNING, layer=layer, reason=error)
+            if isinstance(error, PeerError):
+                self._shared.finish(layer)
+            self._close(str(error), 1 - layer / self._shared.layers)
             raise
         if layer == self._shared.layers - 1:
+            self._shared.finish(layer + 1)
             self._is_open = False
             self._backend.led(self._backend._clock() - self._start_s, self._work)
         return hidden_TD
 
     def close(self) -> None:
-        self._close("the batch was dropped")
+        self._close("the batch was dropped", 0.0)
 
-    def _close(self, reason: str) -> None:
+    def _close(self, reason: str, part: float) -> None:
         if self._is_open:
             self._is_open = False
-            self._backend.abandon(reason)
-
-
-class BatchChoice:
-    """Measured rates, and what a batch is expected to gain if all workers compute it.
-
-    Times are averaged per FLOP, for batches of similar size.
-    """
-
-    def __init__(self, half: AttentionHalf, group: GroupParts) -> None:
-        spec = half.spec
-        self._work, self._exchange = group.facts.work, group.exchange
-        self._layers, self._row_bytes = spec.num_layers, spec.hidden_size * half.dtype.itemsize
-        self._flops_per_s = 0.0
-        self._times, self._load = TaskTimes(), OfferedLoad()
-        self._refused: Counter[int] = Counter()
-        self._unmeasured = {"alone", "shared"}
-
-    def work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
-        tokens = sum(len(each.token_ids) for each in slices)
-        flops = sum(self._work(each.start, each.start + len(each.token_ids)) for each in slices)
-        return BatchWork(tokens, flops, self._layers, self._row_bytes)
-
-    def gain_s(self, work: BatchWork, copy_s: float, now_s: float) -> float:
-        """Return the expected seconds; not positive before a batch was measured alone."""
-        if not self._flops_per_s:
-            return 0.0
-        workers, load = self._exchange.workers, self._load
-        rates = GroupRates(
-            self._flops_per_s,
-            copy_s,
-            self._times.predict("alone", work.tokens) * work.flops,
-            self._times.predict("shared", work.tokens) * work.flops,
-            self._exchange.levels.mean_row,
-        )
-        known = WorkerLoad(load.batches_per_s, load.busy_fraction)
-        load.add(alone_seconds(work, rates), now_s)
-        if rates.shared_s >= alone_seconds(work, rates):
-            self._forget(work)
-        return shared_gain_s(work, rates, workers, known)
-
-    def _forget(self, work: BatchWork) -> None:
-        """Forget a time of all workers that has kept batches from them for long."""
-        size = work.tokens.bit_length()
-        self._refused[size] += 1
-        if self._refused[size] == _RETRIED_AFTER:
-            self._refused[size] = 0
-            self._times.forget("shared", work.tokens)
-
-    def alone(self, work: BatchWork, seconds: float) -> None:
-        if work.tokens >= _LEAST_TOKENS and not self._is_first("alone"):
-            rate = work.flops / seconds
-            known = self._flops_per_s or rate
-            self._flops_per_s = known + _NEWEST * (rate - known)
-            self._times.add("alone", work.tokens, seconds / work.flops)
-
-    def shared(self, work: BatchWork, seconds: float) -> None:
-        if not self._is_first("shared"):
-            self._times.add("shared", work.tokens, seconds / work.flops)
-
-    def _is_first(self, kind: str) -> bool:
-        """Return True once for each kind: the first batch allocates memory and is not measured."""
-        is_first = kind in self._unmeasured
-        self._unmeasured.discard(kind)
-        return is_first
-
-
-_LEAST_TOKENS, _NEWEST = 64, 0.3
-_RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
+            self._backend.abandon(reason, self._work, part)

@@ -100,7 +100,10 @@ class SharedLayers(Protocol):
     """A batch whose layers several workers compute together."""
 
     def steps(self, layer: int) -> Steps[Tensor]:
-        """Compute a layer and return its residual. Raises PeerError if a worker is lost."""
+        """Compute a layer and return its residual.
+
+        Raises PeerError if a worker is lost: this layer and later ones are computed without others.
+        """
 
     def close(self) -> None:
         """Release the other workers. May be called twice."""
@@ -144,6 +147,9 @@ class ExpertBackend(Generic[P]):
     def is_engaged(self) -> bool:
         """True while the backend computes for other workers, so that no batch may start."""
         return False
+
+    def disengage(self) -> None:
+        """End computing for other workers, if they can go on without this one."""
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         """Return what runs several layers of a decode batch at once; None: layers are tasks."""

@@ -244,6 +244,8 @@ class ServingLoop(RankLoop):
         if self.scheduler.changes == self._idle_changes and not self._compiled.is_set():
             return
         self._compiled.clear()
+        if self.executor.is_engaged and len(self.scheduler):
+            self.executor.disengage()
         while not self.reason and not self.executor.is_engaged:
             batch = self._next_batch()
             if batch is None:

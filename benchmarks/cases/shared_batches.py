@@ -9,7 +9,6 @@ checkpoint of 120 M parameters; processes over shared memory with a core each.
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ import torch
 from actors.channels.endpoint import Endpoint
 from actors.gather.group_exchange import GroupCall
 from actors.planning.planner_inputs import layer_routing
+from benchmarks.cases.shared_load import Arrival, running
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.placement.traces import BUNDLED, rows_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
@@ -39,8 +39,6 @@ from planner.placement.routing import LayerRouting
 from planner.placement.shuffling import main_workers, share_tables, shuffled_order
 from planner.placement.slots import contiguous_line, held
 from planner.placement.solve import solve_layer
-from tests.support.group_harness import RankConnection, prefill_config
-from tests.support.local_group import LocalGroup, RankLocation
 from tests.support.local_model import LocalModel
 
 SCHEMES = (
@@ -139,24 +137,8 @@ def _routed(model: LocalModel, rank: int, share: float, tokens: int) -> RoutedTo
 
 def long_prompt(folder: Path, tokens: int, mode: str, workers: int, passes: int) -> list[float]:
     """Return the seconds of one prompt at a time, after the first ones; a core for each worker."""
-    ids = torch.randint(3, 8000, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    names = [f"prefill-{rank}" for rank in range(workers)]
-    cores = [RankLocation(inside=("taskset", "-c", str(rank))) for rank in range(workers)]
-    groups = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": workers}
-    config = prefill_config(
-        groups={**groups, "torch_threads": 1},
-        kv={"prefix_cache": False},
-        prefill={"experts": mode, "max_batch_tokens": 4096},
-    )
-    seconds = []
-    with LocalGroup(str(folder), config, locations=dict(zip(names, cores, strict=True))) as group:
-        address = group.client_addresses["prefill-0"]
-        with RankConnection("prefill-0", address, group.token) as client:
-            for _ in range(passes + 4):
-                start_s = time.monotonic()
-                client.scored(client.submit(ids, candidates=[5]))
-                seconds.append(time.monotonic() - start_s)
-    return seconds[4:]
+    with running(folder, mode, workers=workers) as group:
+        return [group.play([Arrival(0.0, tokens, 0)])[0] for _ in range(passes + 4)][4:]
 
 
 def predictions(model: LocalModel, routing: Sequence[LayerRouting], texts: Texts) -> dict[str, Any]:

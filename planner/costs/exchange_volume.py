@@ -105,26 +105,6 @@ class GroupRates(NamedTuple):
     mean_row: float = 1.0
 
 
-class WorkerLoad(NamedTuple):
-    """Batches that reach each worker, and the fraction of its time that they need."""
-
-    batches_per_s: float = 0.0
-    busy_fraction: float = 0.0
-
-    def delay_s(self, seconds: float) -> float:
-        """Return the total delay of later batches of a worker, in seconds, caused by one batch.
-
-        Work of w seconds is done after w / (1 - busy_fraction), and each batch that arrives until
-        then waits for half of w.
-        """
-        idle = max(_LEAST_IDLE, 1 - self.busy_fraction)
-        return self.batches_per_s * seconds**2 / (2 * idle)
-
-
-_LEAST_IDLE = 0.05
-NO_LOAD = WorkerLoad()
-
-
 def alone_seconds(batch: BatchWork, rates: GroupRates) -> float:
     """Return the seconds of a batch on one worker.
 
@@ -145,15 +125,3 @@ def shared_seconds(batch: BatchWork, rates: GroupRates, workers: int) -> float:
     moved_s = rows * batch.row_bytes * rates.mean_row / workers / BYTES_PER_S
     moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
     return rates.shared_s or batch.flops / rates.flops_per_s / workers + moved_s
-
-
-def shared_gain_s(
-    batch: BatchWork, rates: GroupRates, workers: int, load: WorkerLoad = NO_LOAD
-) -> float:
-    """Return the seconds saved by a batch on all workers, later batches included; negative: lost.
-
-    Together the batch ends sooner, but occupies all workers.
-    """
-    alone_s = alone_seconds(batch, rates)
-    shared_s = shared_seconds(batch, rates, workers)
-    return alone_s - shared_s + load.delay_s(alone_s) - workers * load.delay_s(shared_s)

@@ -1,4 +1,4 @@
-"""Moving averages of task times and of load, and the drain rate of a queue."""
+"""Moving averages of task times, and the drain rate of a queue."""
 
 import math
 
@@ -27,23 +27,6 @@ class TaskTimes:
 SHORTEST_S, LONGEST_S = 1.0, 600.0  # bounds of Retry-After
 MEMORY_S = 10.0
 BACKLOG = 8  # fewer waiting requests run together and do not show the rate
-
-
-class OfferedLoad:
-    """Batches per second and their seconds per second, whatever worker computes them.
-
-    Exponential averages with time constant MEMORY_S. Times must not decrease.
-    """
-
-    def __init__(self) -> None:
-        self.batches_per_s = self.busy_fraction = self._last_s = 0.0
-
-    def add(self, seconds: float, now_s: float) -> None:
-        """Record the time of a batch that one worker computes."""
-        kept = math.exp((self._last_s - now_s) / MEMORY_S)
-        self.batches_per_s = kept * self.batches_per_s + 1 / MEMORY_S
-        self.busy_fraction = kept * self.busy_fraction + seconds / MEMORY_S
-        self._last_s = now_s
 
 
 class DrainRate:

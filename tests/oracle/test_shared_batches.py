@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.gather.group_exchange import GroupExchange
 from actors.gather.shared_pass import SharedPass
-from actors.gather.shuffled import BatchChoice, ShuffledBackend
+from actors.gather.shuffled import ShuffledBackend
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import channel_addresses
@@ -26,6 +27,7 @@ from contracts.errors import ConfigError
 from contracts.ranks import Group
 from models.weights.checkpoint import check_checkpoint
 from planner.costs.exchange_volume import ExchangeScheme, LayerExchange, moved_bytes
+from planner.schedule.batch_choice import BatchChoice
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -198,6 +200,37 @@ def test_error_of_a_follower_ends_its_batch_only(tiny_checkpoint: Checkpoints, f
         torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
         assert led(group) == len(ROWS) + 1  # with two more chunks
         assert not _exchange(group, 1)._arrived
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    folder = tiny_checkpoint(family, **(STATES if family == "qwen3_next" else {}))
+    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
+    expected, sent = alone_logits(folder, WITH_PREFIX, **chunks), list[int]()
+    for workers in (2, 3):
+        with (
+            sharing(folder, workers, **chunks) as group,
+            group.client() as client,
+            group.client(1) as other,
+        ):
+
+            def submit(shared: SharedPass, group: PrefillThreads, other: RankConnection) -> None:
+                if shared._exchange.rank == 0 and not other.events:
+                    sent.append(other.submit(WITH_PREFIX[0], candidates=VOCABULARY))
+                    loop = loop_of(group.workers[1])
+                    until(lambda: bool(loop._clients._inbox) or len(loop.scheduler) > 0)
+
+            with at_layer(1, functools.partial(submit, group=group, other=other)):
+                found = logits_of(client, WITH_PREFIX)
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(other.logits(sent), expected[:1], atol=1e-5, rtol=0)
+            counts = group.workers[0].status().sections["shared_batches"]
+            assert counts["left"] >= 1
+            assert counts["lost"] == 0
+            assert led(group) > 0
+            sent.clear()
 
 
 def test_busy_worker_declines_and_each_computes_alone(tiny_checkpoint: Checkpoints) -> None:

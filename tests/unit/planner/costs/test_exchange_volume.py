@@ -19,11 +19,9 @@ from planner.costs.exchange_volume import (
     ExchangeScheme,
     GroupRates,
     LayerExchange,
-    WorkerLoad,
     alone_seconds,
     moved_bytes,
     moved_rows,
-    shared_gain_s,
     shared_seconds,
 )
 from planner.placement.shuffling import shard_bounds, shuffled_order
@@ -102,18 +100,6 @@ def test_bytes_equal_those_of_a_simulated_layer(scheme: ExchangeScheme, workers:
     pairs = int((ranks_TK != home_T[:, None]).sum())
     layer = LayerExchange(workers, TOKENS, copies, pairs, slots=16)
     assert sent_bytes == moved_bytes(scheme, layer, row_bytes=4 * D)
-
-
-def test_batch_is_shared_by_idle_workers_and_not_under_load_if_that_costs_capacity() -> None:
-    batch = BatchWork(1500, 1, 10, 4096)
-    rates = GroupRates(1.0, alone_s=0.6, shared_s=0.45)
-    assert shared_gain_s(batch, rates, 2) == pytest.approx(0.15)
-    light, heavy = WorkerLoad(0.5, 0.3), WorkerLoad(3.0, 0.9)
-    assert 0 < shared_gain_s(batch, rates, 2, light) < 0.15
-    assert shared_gain_s(batch, rates, 2, heavy) < 0
-    faster = rates._replace(shared_s=0.4)  # by more than a factor of sqrt(2): less waiting for all
-    assert shared_gain_s(batch, faster, 2, heavy) > 0.2
-    assert shared_gain_s(batch, rates._replace(shared_s=0.61), 2) < 0
 
 
 def test_modelled_times_divide_computing_and_count_copies_and_links() -> None:

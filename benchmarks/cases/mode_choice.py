@@ -1,0 +1,127 @@
+"""Modes of experts on two workers over random mixes of prompts, and whether the best is chosen.
+
+    python -m benchmarks mode_choice
+
+A random checkpoint of 120 M parameters in float32; a group of two workers with a core each for each
+mode. A mix: a prompt of random length for one worker, or for each. The mode is chosen by times of
+earlier mixes of similar size, as a worker chooses to share a batch; then all modes are measured.
+"""
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from actors.planning.planner_inputs import shape_of
+from benchmarks.cases.shared_load import WORKERS, Arrival, Workers, running
+from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
+from cluster.tools.bench.workload import mean
+from models.spec.model import read_spec
+from planner.costs.exchange_volume import BatchWork
+from planner.routing.open_requests import RequestWork, work_of
+from planner.schedule.batch_choice import BatchChoice
+from planner.scheduling.measured_rates import TaskTimes
+
+ALWAYS = """import sys
+from planner.schedule.batch_choice import BatchChoice
+BatchChoice.gain_s = lambda *_: 60.0
+exec(sys.argv[-1])"""  # runs a rank that shares each batch if the other worker is idle
+GROUPS: dict[str, Sequence[str]] = {
+    "gathered": (),
+    "all_to_all": (),
+    "resident": (),
+    "shuffled": (sys.executable, "-c", ALWAYS),
+}
+SERVED = "one or all workers"  # the choice of a worker with a batch while the other is idle
+CHOICES = {
+    SERVED: ("gathered", "shuffled"),
+    "divided experts": ("gathered", "all_to_all", "shuffled"),
+    "any": tuple(GROUPS),
+}
+SLACKS = (0.0, 0.03, 0.05)
+
+
+def measured_mixes(
+    groups: dict[str, Workers], flops_of: RequestWork, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return mixes with their measured mean times by mode, and the modes chosen before."""
+    dice, times, served = random.Random(1), TaskTimes(), BatchChoice(WORKERS)
+    found = []
+    for number in range(options.mixes):
+        tokens = [round(16 * 128 ** dice.random()) for _ in range(1 + number % WORKERS)]
+        arrivals = [Arrival(0.0, each, worker) for worker, each in enumerate(tokens)]
+        size, flops = sum(tokens), sum(flops_of(0, each) for each in tokens)
+        kinds = {mode: f"{mode} {len(tokens)}" for mode in GROUPS}
+        guess = {mode: times.predict(kind, size) for mode, kind in kinds.items()}
+        chosen = dict[str, str]()
+        if all(guess.values()):
+            chosen = {name: min(modes, key=guess.__getitem__) for name, modes in CHOICES.items()}
+        batch = BatchWork(size, flops, MEDIUM["num_hidden_layers"], 4 * MEDIUM["hidden_size"])
+        if len(tokens) == 1 and chosen:
+            chosen[SERVED] = "shuffled" if served.gain_s(batch, 0.0, 1.0) > 0.0 else "gathered"
+        seconds = {
+            mode: statistics.median(mean(group.play(arrivals)) for _ in range(options.runs))
+            for mode, group in groups.items()
+        }
+        if len(tokens) == 1:
+            served.alone(batch, seconds["gathered"])
+            served.shared(batch, seconds["shuffled"])
+        for mode, kind in kinds.items():
+            times.add(kind, size, seconds[mode] / flops)
+        found.append({"tokens": tokens, "seconds": seconds, "chosen": chosen})
+    return found
+
+
+def agreement(found: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return how often each mode is the best, and the chosen one is, or is slower by a part."""
+    best, slower = Counter[str](), list[float]()
+    for each in found:
+        if name in each["chosen"]:
+            fastest = min(CHOICES[name], key=each["seconds"].__getitem__)
+            best[fastest] += 1
+            slower.append(each["seconds"][each["chosen"][name]] / each["seconds"][fastest] - 1)
+    right = {f"within {slack:.0%}": mean([s <= slack for s in slower]) for slack in SLACKS}
+    return {"mixes": len(slower), **right, **best}
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
+        flops_of = work_of(shape_of(read_spec(folder), torch.float32))
+        groups = {n: stack.enter_context(running(folder, n, how)) for n, how in GROUPS.items()}
+        found = measured_mixes(groups, flops_of, options)
+    summary = {}
+    for name, busy in ((SERVED, 1), *((n, b) for n in list(CHOICES)[1:] for b in (1, 2))):
+        some = [each for each in found if len(each["tokens"]) == busy]
+        summary[f"{name}, {busy} busy"] = agreement(some, name)
+    return Measured({"mixes": found}, summary)
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    return [table_of(summary, "Chosen mode against the measured best", "choice")]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mixes", type=int, default=120)
+    parser.add_argument("--runs", type=int, default=3, help="of a mix in each mode")
+
+
+CASES = [
+    Case(
+        "mode_choice",
+        "Choice of a mode",
+        "Whether the best mode of experts is chosen for random mixes of prompts.",
+        measure,
+        tables,
+        add_options,
+    )
+]

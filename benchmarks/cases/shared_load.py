@@ -1,0 +1,150 @@
+"""Long and short prompts at fractions of the capacity, with shared batches on against off.
+
+    python -m benchmarks shared_load
+
+A random checkpoint of 120 M parameters in float32; two groups of two workers with a core each take
+turns with equal arrivals: as many long prompts as short ones, each to the worker with the fewest
+open tokens. Off: the workers gather experts (prefill.experts=gathered).
+"""
+
+import argparse
+import contextlib
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
+from cluster.tools.bench.workload import mean, percentile
+from contracts.messages import Failed, Scored
+from tests.support.group_harness import RankConnection, prefill_config
+from tests.support.local_group import LocalGroup, RankLocation
+
+LONG, SHORT, WORKERS, LOADS = 1500, 150, 2, (0.3, 0.6, 0.9)
+VARIANTS = {"on": "shuffled", "off": "gathered"}
+
+
+class Arrival(NamedTuple):
+    """worker: None: the one with the fewest open tokens."""
+
+    at_s: float
+    tokens: int
+    worker: int | None = None
+
+
+class Workers:
+    """Clients of a group. ended: time and event of each answer, by worker and request."""
+
+    def __init__(self, clients: Sequence[RankConnection]) -> None:
+        self._clients, self._ended = clients, dict[tuple[int, int], tuple[float, Any]]()
+        self._dice = random.Random(0)
+        for worker in range(len(clients)):
+            threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+
+    def _read(self, worker: int) -> None:
+        with contextlib.suppress(EOFError, OSError, ValueError):  # closed
+            while True:
+                for event in self._clients[worker].read():
+                    if isinstance(event, Scored | Failed):
+                        self._ended[worker, event.request_id] = time.monotonic(), event
+
+    def play(self, arrivals: Sequence[Arrival]) -> list[float]:
+        """Return the seconds from each arrival to its answer."""
+        prompts = [self._dice.choices(range(3, 8000), k=each.tokens) for each in arrivals]
+        sent, start_s = dict[tuple[int, int], int](), time.monotonic()
+        for (at_s, tokens, worker), ids in zip(arrivals, prompts, strict=True):
+            time.sleep(max(0.0, start_s + at_s - time.monotonic()))
+            if worker is None:
+                open_tokens = [0] * len(self._clients)
+                for key in sent.keys() - self._ended.keys():
+                    open_tokens[key[0]] += sent[key]
+                worker = open_tokens.index(min(open_tokens))
+            sent[worker, self._clients[worker].submit(ids, candidates=[5])] = tokens
+        while not sent.keys() <= self._ended.keys():
+            time.sleep(0.002)
+        if failed := [self._ended[k][1] for k in sent if isinstance(self._ended[k][1], Failed)]:
+            raise RuntimeError(f"a prompt failed: {failed[0]}")
+        ends = [self._ended[key][0] for key in sent]
+        return [end - start_s - each.at_s for end, each in zip(ends, arrivals, strict=True)]
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, experts: str, inside: Sequence[str] = (), workers: int = WORKERS
+) -> Iterator[Workers]:
+    """Run a group with a core for each worker."""
+    cores = {
+        f"prefill-{rank}": RankLocation(inside=("taskset", "-c", str(rank), *inside))
+        for rank in range(workers)
+    }
+    sizes = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": workers}
+    config = prefill_config(
+        groups={**sizes, "torch_threads": 1, "ready_timeout_s": 300.0},
+        kv={"prefix_cache": False, "pool_tokens": 32768},
+        prefill={"experts": experts, "max_batch_tokens": 4096},
+    )
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(LocalGroup(str(folder), config, locations=cores))
+        addresses = group.client_addresses
+        clients = [RankConnection(name, addresses[name], group.token) for name in cores]
+        yield Workers([stack.enter_context(each) for each in clients])
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Measure the capacity, that of a burst with sharing off, and the seconds of prompts."""
+    burst = [Arrival(0.0, tokens) for tokens in (LONG, SHORT) * options.burst]
+    samples, summary = dict[str, list[float]](), dict[str, Any]()
+    with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
+        groups = {n: stack.enter_context(running(folder, mode)) for n, mode in VARIANTS.items()}
+        for each, worker in itertools.product(burst[:8], range(WORKERS)):  # to learn their times
+            groups["on"].play([each._replace(worker=worker)])
+        groups["off"].play(burst)
+        summary["prompts_per_s"] = len(burst) / max(groups["off"].play(burst))
+        for number, part in itertools.product(range(options.rounds), LOADS):
+            rng, arrivals, at_s = random.Random(f"{number} {part}"), list[Arrival](), 0.0
+            while (
+                at_s := at_s + rng.expovariate(part * summary["prompts_per_s"])
+            ) < options.seconds:
+                arrivals.append(Arrival(at_s, rng.choice((LONG, SHORT))))
+            for name in VARIANTS if number % 2 else reversed(VARIANTS):
+                for each, taken_s in zip(arrivals, groups[name].play(arrivals), strict=True):
+                    kind = "long" if each.tokens == LONG else "short"
+                    samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(taken_s)
+    for name, seconds in samples.items():
+        p50, p90 = percentile(seconds, 0.5), percentile(seconds, 0.9)
+        summary[name] = {"prompts": len(seconds), "mean": mean(seconds), "p50": p50, "p90": p90}
+    for name, row in list(summary.items()):
+        if name.endswith("off") and (on := summary.get(f"{name[:-3]}on")):
+            ratios = {key: row[key] / on[key] for key in ("mean", "p50", "p90")}
+            summary[f"{name} / on"] = ratios
+    return Measured(dict(samples), summary)
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    seconds = {name: row for name, row in sorted(summary.items()) if "," in name}
+    title = f"Seconds to the answer, capacity {summary['prompts_per_s']:.2f} prompts/s"
+    return [table_of(seconds, title, "load", ("prompts", "mean", "p50", "p90"))]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
+    parser.add_argument("--burst", type=int, default=12, help="prompts of a kind, for the capacity")
+
+
+CASES = [
+    Case(
+        "shared_load",
+        "Shared batches under load",
+        "What prompts gain or lose at a load if idle workers compute long ones together.",
+        measure,
+        tables,
+        add_options,
+    )
+]

@@ -1,0 +1,74 @@
+"""Choice of the workers that compute a batch, from measured times."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from planner.costs.exchange_volume import BatchWork, GroupRates, alone_seconds, shared_seconds
+from planner.scheduling.measured_rates import TaskTimes
+
+_LEAST_TOKENS, _NEWEST = 64, 0.3
+_RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
+
+
+class BatchChoice:
+    """Measured rates, and what a batch is expected to gain if all workers compute it.
+
+    Times are averaged per FLOP, for batches of similar size.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers, self._flops_per_s = workers, 0.0
+        self._times = TaskTimes()
+        self._refused: Counter[int] = Counter()
+        self._unmeasured = {"alone", "shared"}
+
+    def alone_s(self, batch: BatchWork, copy_s: float) -> float:
+        """Return the expected seconds on one worker; 0 before a batch was measured."""
+        return alone_seconds(batch, self._rates(batch, copy_s)) if self._flops_per_s else 0.0
+
+    def gain_s(self, batch: BatchWork, copy_s: float, mean_row: float) -> float:
+        """Return the expected gain; not positive before a batch was measured alone.
+
+        copy_s, mean_row: as in `GroupRates`.
+        """
+        if not self._flops_per_s:
+            return 0.0
+        rates = self._rates(batch, copy_s, mean_row)
+        alone_s = alone_seconds(batch, rates)
+        if rates.shared_s >= alone_s:
+            self._forget(batch)
+        return alone_s - shared_seconds(batch, rates, self._workers)
+
+    def _rates(self, batch: BatchWork, copy_s: float, mean_row: float = 1.0) -> GroupRates:
+        alone_s, shared_s = (
+            self._times.predict(kind, batch.tokens) * batch.flops for kind in ("alone", "shared")
+        )
+        return GroupRates(self._flops_per_s, copy_s, alone_s, shared_s, mean_row)
+
+    def _forget(self, batch: BatchWork) -> None:
+        """Forget a time of all workers that has kept batches from them for long."""
+        size = batch.tokens.bit_length()
+        self._refused[size] += 1
+        if self._refused[size] == _RETRIED_AFTER:
+            self._refused[size] = 0
+            self._times.forget("shared", batch.tokens)
+
+    def alone(self, batch: BatchWork, seconds: float) -> None:
+        """Note the time of a batch on one worker."""
+        if batch.tokens >= _LEAST_TOKENS and not self._is_first("alone"):
+            rate = batch.flops / seconds
+            known = self._flops_per_s or rate
+            self._flops_per_s = known + _NEWEST * (rate - known)
+            self._times.add("alone", batch.tokens, seconds / batch.flops)
+
+    def shared(self, batch: BatchWork, seconds: float) -> None:
+        """Note the time of a batch on all workers."""
+        if not self._is_first("shared"):
+            self._times.add("shared", batch.tokens, seconds / batch.flops)
+
+    def _is_first(self, kind: str) -> bool:
+        """Return True once for each kind: the first batch allocates memory and is not measured."""
+        is_first = kind in self._unmeasured
+        self._unmeasured.discard(kind)
+        return is_first

@@ -1,0 +1,37 @@
+"""Choice of the workers of a batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.costs.exchange_volume import BatchWork
+from planner.schedule.batch_choice import BatchChoice
+
+BATCH, SHORT = (BatchWork(tokens, tokens * 10**6, 8, 2048) for tokens in (1500, 100))
+
+
+def test_gain_is_that_of_measured_times_of_similar_batches_without_the_first() -> None:
+    choice = BatchChoice(2)
+    assert choice.alone_s(BATCH, 0.0) == choice.gain_s(BATCH, 0.0, 1.0) == 0.0
+    for seconds in (9.0, 0.6):
+        choice.alone(BATCH, seconds)
+    modelled_s = choice.gain_s(BATCH, 0.0, 1.0)
+    assert 0.0 < modelled_s < 0.3
+    assert choice.gain_s(BATCH, 0.0, 100.0) < modelled_s  # slow links
+    for seconds in (9.0, 0.45):
+        choice.shared(BATCH, seconds)
+    assert choice.alone_s(BATCH, 0.0) == pytest.approx(0.6)
+    assert choice.gain_s(BATCH, 0.0, 1.0) == pytest.approx(0.15)
+    choice.alone(SHORT, 0.07)
+    choice.shared(SHORT, 0.09)
+    assert choice.gain_s(SHORT, 0.0, 1.0) == pytest.approx(-0.02)
+    assert choice.gain_s(BATCH, 0.0, 1.0) == pytest.approx(0.15)
+
+
+def test_time_of_all_workers_is_tried_again_after_many_refusals() -> None:
+    choice = BatchChoice(2)
+    for seconds in (9.0, 0.5):
+        choice.alone(BATCH, seconds)
+        choice.shared(BATCH, 2 * seconds)
+    assert max(choice.gain_s(BATCH, 0.0, 1.0) for _ in range(63)) < 0.0
+    assert choice.gain_s(BATCH, 0.0, 1.0) < 0.0 < choice.gain_s(BATCH, 0.0, 1.0)
