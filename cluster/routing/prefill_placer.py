@@ -244,10 +244,10 @@ class PrefillPlacer:
         if len(self._backlog) == 0:
             return
         self._backlog.settle()
-        for prompt, decision in self._backlog.take():
+        for prompt, worker in self._backlog.take():
             ticket = self._queued.pop(prompt.key)
             try:
-                ticket.send(self._clients[decision.worker], prompt.key)
+                ticket.send(self._clients[worker], prompt.key)
             except TooCostlyError as error:  # concerns this request only
                 ticket.fail(error)
 
