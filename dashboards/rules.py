@@ -175,8 +175,7 @@ def _work_alerts() -> list[Alert]:
         ),
         Alert(
             "TandemPredictionsOff",
-            f"avg_over_time({error}[5m]) > 0.5 and on (cluster) "
-            f"{_batches('10m')} > {MIN_BATCHES}",
+            f"avg_over_time({error}[5m]) > 0.5 and on (cluster) {_batches('10m')} > {MIN_BATCHES}",
             "10m",
             "ticket",
             "Inaccurate predictions",

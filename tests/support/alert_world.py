@@ -25,7 +25,7 @@ LONG_PROMPT = "a long story that is told again and again and again. " * 20
 
 
 class Watched(NamedTuple):
-    """faster: pace of the rules. targets: "host:port" that are scraped beside the server's processes."""
+    """faster: pace of the rules. targets: "host:port" scraped beside the server's processes."""
 
     faster: float
     scrape_s: float = 1.0

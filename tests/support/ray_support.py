@@ -37,7 +37,5 @@ def processes_of(title: str) -> list[psutil.Process]:
 
 def rank_pids(served: RunningServer) -> dict[str, int]:
     """Return the process ids of the application's ranks by name."""
-    found: Directory = checked(
-        served.groups.directory.remote().result(timeout_s=REPLY_TIMEOUT_S)
-    )
+    found: Directory = checked(served.groups.directory.remote().result(timeout_s=REPLY_TIMEOUT_S))
     return {rank.name: rank.pid for rank in found.ranks}

@@ -43,8 +43,6 @@ ROUTER_TIMEOUT_S = 15.0  # it shares cores with workers, and imports torch at it
 MAX_LOSSES = 5  # consecutive, without an answer in between
 
 
-
-
 class BulkRouter:
     """Router actor. groups: the actor that owns the workers; None: the running application's."""
 
