@@ -104,9 +104,7 @@ class AttentionRank:
     def cost(
         self, priority: Priority, hashes: Sequence[bytes], block_tokens: int
     ) -> tuple[int, int]:
-        """Return the work in front of a request of the class, less its prefix; then, for ties, the
-        negative prefix.
-        """
+        """Return the work that a request of the class waits for, less its prefix; ties go to it."""
         if self._connection != self.client.connections:  # a new process has an empty cache
             self._connection = self.client.connections
             self.prefixes.clear()

@@ -57,9 +57,10 @@ def solve_layer(
 ) -> Line:
     """Return the expert of each slot, rank after rank, of the best placement found.
 
-    Equal arguments give equal results. costs: default: `usual_costs`. start: present expert of each slot, from which the search begins;
-    a moved expert has to save `costs.move`, and at most `max_moves` move. work: limit of a search
-    from other starts. Raises ConfigError if slots do not fit."""
+    Equal arguments give equal results. costs: default: `usual_costs`. start: present expert of each
+    slot, from which the search begins; a moved expert has to save `costs.move`, and at most
+    `max_moves` move. work: limit of a search from other starts. Raises ConfigError if slots do not
+    fit."""
     check_slots(routing.num_experts, slots_per_rank)
     ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
     fitted, kept = split(routing)
