@@ -9,7 +9,7 @@ import pytest
 from cluster.serving.settings import with_absolute_paths
 from contracts.api_keys import ApiKey
 from contracts.config import ChannelConfig, PrefillConfig, TandemConfig
-from contracts.config.devices import MODES, Mode
+from contracts.device_modes import MODES, Mode
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config
 from contracts.plan import Order
