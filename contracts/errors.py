@@ -4,6 +4,10 @@ A message names the field, the numbers with their unit, and the remedy. Exceptio
 arguments only, so that they can be pickled across Ray actors.
 """
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 
 class TandemError(Exception):
     """Base class of all errors that Tandem raises on purpose."""
@@ -25,6 +29,15 @@ class ConfigError(TandemError):
 
     code = "config_error"
     status = 400
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Raise ConfigError if the block cannot write the file or folder that the option names."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 class CheckpointError(TandemError):

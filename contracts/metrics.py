@@ -1,4 +1,4 @@
-"""The table of metrics: name, help, labels, unit, buckets.
+"""The table of metrics: name, help, labels, buckets.
 
 `actors/telemetry/telemetry.py` creates Prometheus objects from it; `dashboards/` has the panels.
 """
@@ -18,13 +18,12 @@ class MetricKind(enum.StrEnum):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A metric. `buckets` of a histogram are upper bounds in `unit`."""
+    """A metric. `buckets` of a histogram are upper bounds in the unit of its name."""
 
     kind: MetricKind
     name: str
     help: str
     labels: tuple[str, ...]
-    unit: str
     buckets: tuple[float, ...]
 
 
@@ -34,19 +33,14 @@ _STAGE_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def _metric(
-    kind: MetricKind,
-    name: str,
-    help: str,
-    *labels: str,
-    unit: str = "",
-    buckets: tuple[float, ...] = (),
+    kind: MetricKind, name: str, help: str, *labels: str, buckets: tuple[float, ...] = ()
 ) -> Metric:
-    return Metric(kind, name, help, labels, unit, buckets)
+    return Metric(kind, name, help, labels, buckets)
 
 
 _counter = functools.partial(_metric, MetricKind.COUNTER)
 _gauge = functools.partial(_metric, MetricKind.GAUGE)
-_seconds = functools.partial(_metric, MetricKind.HISTOGRAM, unit="s")
+_seconds = functools.partial(_metric, MetricKind.HISTOGRAM)
 
 # Requests, measured by the ingress. outcome: see `RequestOutcome`.
 REQUESTS = _counter(
@@ -76,16 +70,11 @@ REQUESTS_WAITING = _gauge(
     "tandem_requests_waiting", "Sequences that wait for their first result.", "pipeline", "class"
 )
 PROMPT_TOKENS = _counter(
-    "tandem_prompt_tokens_total", "Prompt tokens of answered requests.", "pipeline", unit="tokens"
+    "tandem_prompt_tokens_total", "Prompt tokens of answered requests.", "pipeline"
 )
-GENERATED_TOKENS = _counter(
-    "tandem_generated_tokens_total", "Generated tokens.", "class", unit="tokens"
-)
+GENERATED_TOKENS = _counter("tandem_generated_tokens_total", "Generated tokens.", "class")
 CACHED_TOKENS = _counter(
-    "tandem_cached_tokens_total",
-    "Prompt tokens served from a prefix cache.",
-    "pipeline",
-    unit="tokens",
+    "tandem_cached_tokens_total", "Prompt tokens served from a prefix cache.", "pipeline"
 )
 
 # Bulk jobs.
@@ -113,15 +102,10 @@ EXPOSED_COMMUNICATION = _counter(
     "tandem_exposed_communication_seconds_total",
     "Time in which a rank waited for a transfer without work to overlap it with.",
     "rank",
-    unit="s",
 )
 KV_BLOCKS = _gauge("tandem_kv_blocks", "KV blocks by state: free, used, cached.", "rank", "state")
 CHANNEL_BYTES = _counter(
-    "tandem_channel_bytes_total",
-    "Payload sent to other ranks.",
-    "direction",
-    "backend",
-    unit="bytes",
+    "tandem_channel_bytes_total", "Payload sent to other ranks.", "direction", "backend"
 )
 PREEMPTIONS = _counter(
     "tandem_preemptions_total", "Preemptions of best-effort work by latency-sensitive work."
@@ -145,26 +129,22 @@ OBJECTIVE = _gauge(
     "tandem_objective_seconds",
     "Configured targets of section `priority`: ls_ttft, ls_tbt, be_wait.",
     "objective",
-    unit="s",
 )
 BE_HELD = _counter(
     "tandem_be_held_seconds_total",
     "Time that a rank held best-effort work back for a latency-sensitive deadline.",
     "rank",
-    unit="s",
 )
 EXPERT_TOKENS = _counter(
     "tandem_expert_tokens_total",
     "Tokens routed to an expert, for the most used experts only.",
     "layer",
     "expert",
-    unit="tokens",
 )
 DISPATCHED_TOKENS = _counter(
     "tandem_dispatched_tokens_total",
     "Tokens that a rank dispatched to experts, counted at every layer.",
     "rank",
-    unit="tokens",
 )
 TOKEN_COPIES = _counter(
     "tandem_token_copies_total", "Copies of dispatched tokens, one per receiving rank.", "rank"
@@ -187,13 +167,11 @@ EXPERT_READ = _counter(
     "Bytes of experts read from storage, by cause: demand, used_hint, wasted_hint.",
     "rank",
     "cause",
-    unit="bytes",
 )
 EXPERT_WAIT = _counter(
     "tandem_expert_wait_seconds_total",
     "Time without compute because experts were being read.",
     "rank",
-    unit="s",
 )
 PLACEMENT_GENERATION = _gauge(
     "tandem_placement_generation", "Placement generation that an expert rank serves.", "rank"
@@ -208,13 +186,11 @@ EXPERTS_MOVED = _counter(
     "tandem_expert_moved_bytes_total",
     "Bytes of experts that a rank loaded for placement changes.",
     "rank",
-    unit="bytes",
 )
 EXPERT_MOVE_TIME = _counter(
     "tandem_expert_move_seconds_total",
     "Time that a rank spent loading experts for placement changes.",
     "rank",
-    unit="s",
 )
 REPAIRS = _counter(
     "tandem_repairs_total",
@@ -242,12 +218,8 @@ KEYS_RELOADED = _counter(
 # Planner and router.
 PLAN = _gauge("tandem_plan", "Sizes of the latest plan: ma, r1, me, r2.", "field")
 PLAN_INFO = _gauge("tandem_plan_info", "1 for the task order of the latest plan.", "order")
-PLAN_PREDICTED = _gauge(
-    "tandem_plan_predicted_seconds", "Predicted makespan of the latest batch.", unit="s"
-)
-PLAN_MEASURED = _gauge(
-    "tandem_plan_measured_seconds", "Measured makespan of the latest batch.", unit="s"
-)
+PLAN_PREDICTED = _gauge("tandem_plan_predicted_seconds", "Predicted makespan of the latest batch.")
+PLAN_MEASURED = _gauge("tandem_plan_measured_seconds", "Measured makespan of the latest batch.")
 PLAN_BATCHES = _counter(
     "tandem_plan_batches_total",
     "Batches by source of their plan, and the reason if it was not the planner.",
@@ -255,7 +227,7 @@ PLAN_BATCHES = _counter(
     "chosen_by",
     "reason",
 )
-PLAN_SOLVE = _gauge("tandem_plan_solve_seconds", "Time to compute the latest plan.", unit="s")
+PLAN_SOLVE = _gauge("tandem_plan_solve_seconds", "Time to compute the latest plan.")
 PLACEMENT_PROPOSALS = _counter(
     "tandem_placement_proposals_total", "Placements that the planner proposed to expert ranks."
 )
@@ -264,14 +236,9 @@ PLACEMENT_GAIN = _gauge(
     "Predicted saving of the latest proposed placement, as a fraction of the layers' time.",
 )
 SATURATION = _gauge(
-    "tandem_saturation_flops",
-    "FLOPs per batch that saturate a prefill worker.",
-    "rank",
-    unit="flops",
+    "tandem_saturation_flops", "FLOPs per batch that saturate a prefill worker.", "rank"
 )
-LOAD = _gauge(
-    "tandem_load_flops", "FLOPs of queued work at a prefill worker.", "rank", unit="flops"
-)
+LOAD = _gauge("tandem_load_flops", "FLOPs of queued work at a prefill worker.", "rank")
 MODEL_FLOPS_UTILIZATION = _gauge(
     "tandem_model_flops_utilization", "Model FLOPs per second over the peak.", "rank"
 )

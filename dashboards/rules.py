@@ -1,7 +1,6 @@
 """Prometheus recording rules and alerts, generated into `dashboards/rules/`.
 
 docs/runbooks.md has a section for each alert, whose instructions are the alert's description.
-Tests generate the rules at a faster pace.
 """
 
 import re
@@ -14,68 +13,48 @@ from dashboards.objectives import OBJECTIVES
 RUNBOOKS = Path(__file__).parents[1] / "docs/runbooks.md"  # of a clone: packages have the results
 MIN_FAILURES = 5  # a single failure of a quiet server alerts no one
 MIN_BATCHES = 64  # after which the models have adapted
-_MINUTE, _HOUR = 60.0, 3600.0
+INTERVAL = "15s"
 _UP = 'up{job="tandem"}'
 
 
-class TimeScale(NamedTuple):
-    """Speed-up of all durations. interval_s: time between evaluations at that pace."""
-
-    faster: float = 1.0
-    interval_s: float = 15.0
-
-    def of(self, seconds: float) -> str:
-        """Return a Prometheus duration of at least two evaluations, or 0."""
-        ms = round(max(1e3 * seconds / self.faster, 2e3 * self.interval_s)) if seconds else 0
-        for unit_ms, unit in ((3_600_000, "h"), (60_000, "m"), (1000, "s")):
-            if ms % unit_ms == 0 and ms >= unit_ms:
-                return f"{ms // unit_ms}{unit}"
-        return f"{ms}ms"
-
-
-NORMAL = TimeScale()
-
-
 class Alert(NamedTuple):
-    """An alert. section: heading in docs/runbooks.md. for_s: minimum duration of the condition."""
+    """An alert. section: heading in docs/runbooks.md. lasts: how long the condition must hold."""
 
     name: str
     expression: str
-    for_s: float
+    lasts: str | None
     severity: str
     section: str
     summary: str
 
 
-def recording_rules(pace: TimeScale = NORMAL) -> dict[str, str]:
+def recording_rules() -> dict[str, str]:
     """Return recorded series → PromQL."""
-    minute = pace.of(_MINUTE)
-    windows = (5 * _MINUTE, 30 * _MINUTE, _HOUR, 6 * _HOUR)
     found = {
-        burn_series(objective.name, window_s): objective.burn(pace.of(window_s))
+        burn_series(objective.name, window): objective.burn(window)
         for objective in OBJECTIVES
-        for window_s in windows
+        for window in ("5m", "30m", "1h", "6h")
     }
     requests, stage = metrics.REQUESTS.name, metrics.STAGE.name
     predicted, measured = metrics.PLAN_PREDICTED.name, metrics.PLAN_MEASURED.name
     return found | {
         "cluster:tandem_requests:rate1m": (
-            f'sum by (cluster, pipeline, class) (rate({requests}{{outcome="ok"}}[{minute}]))'
+            f'sum by (cluster, pipeline, class) (rate({requests}{{outcome="ok"}}[1m]))'
         ),
         "cluster:tandem_prediction_error:ratio": (
             f"abs(max by (cluster) ({predicted}) / max by (cluster) ({measured}) - 1) "
-            f"and on (cluster) {_batches(pace.of(5 * _MINUTE))} > 0"
+            f"and on (cluster) {_batches('5m')} > 0"
         ),
         "rank:tandem_saturation_fill:ratio": (
             f"max by (cluster, rank) ({metrics.LOAD.name}) / "
             f"max by (cluster, rank) ({metrics.SATURATION.name})"
         ),
         "rank:tandem_stage_seconds:rate1m": (
-            f"sum by (cluster, rank, stage) (rate({stage}_sum[{minute}]))"
+            f"sum by (cluster, rank, stage) (rate({stage}_sum[1m]))"
         ),
         "cluster:tandem_be_time_to_first_token_seconds:p95": (
             "histogram_quantile(0.95, sum by (cluster, le) "
-            f'(rate({metrics.TTFT.name}_bucket{{class="be"}}[{pace.of(5 * _MINUTE)}])))'
+            f'(rate({metrics.TTFT.name}_bucket{{class="be"}}[5m])))'
         ),
     }
 
@@ -85,35 +64,34 @@ def _batches(window: str) -> str:
     return f"sum by (cluster) (increase({metrics.PLAN_BATCHES.name}[{window}]))"
 
 
-def burn_series(objective: str, window_s: float) -> str:
-    """Return the series of a recorded burn rate, named for the window at normal pace."""
-    return f"cluster:tandem_{objective}_burn:ratio_{NORMAL.of(window_s)}"
+def burn_series(objective: str, window: str) -> str:
+    return f"cluster:tandem_{objective}_burn:ratio_{window}"
 
 
-def alerts(pace: TimeScale = NORMAL) -> list[Alert]:
+def alerts() -> list[Alert]:
     """Return all alerts, of severity page or ticket."""
-    return [*_burn_rates(pace), *_rank_alerts(pace), *_work_alerts(pace)]
+    return [*_burn_rates(), *_rank_alerts(), *_work_alerts()]
 
 
-def _burn_rates(pace: TimeScale) -> list[Alert]:
+def _burn_rates() -> list[Alert]:
     """Return alerts that require both windows: no firing on a short peak, or after its end.
 
     They also require MIN_FAILURES in the long window, and a server that still runs.
     """
     found = []
     for objective in OBJECTIVES:
-        for speed, short_s, long_s, burn, for_s, severity in (
-            ("Fast", 5 * _MINUTE, _HOUR, 14.4, 2 * _MINUTE, "page"),
-            ("Slow", 30 * _MINUTE, 6 * _HOUR, 6.0, 15 * _MINUTE, "ticket"),
+        for speed, short_window, long_window, burn, lasts, severity in (
+            ("Fast", "5m", "1h", 14.4, "2m", "page"),
+            ("Slow", "30m", "6h", 6.0, "15m", "ticket"),
         ):
-            short, long = (burn_series(objective.name, one) for one in (short_s, long_s))
+            short, long = (burn_series(objective.name, one) for one in (short_window, long_window))
             found.append(
                 Alert(
                     f"Tandem{objective.name.capitalize()}Burns{speed}",
                     f"{short} > {burn:g} and {long} > {burn:g} "
-                    f"and on (cluster) {objective.failures(pace.of(long_s))} > {MIN_FAILURES} "
+                    f"and on (cluster) {objective.failures(long_window)} > {MIN_FAILURES} "
                     f"and on (cluster) count by (cluster) ({objective.total})",
-                    for_s,
+                    lasts,
                     severity,
                     "Error budget burns",
                     f"{objective.promise}: error budget burns at least {burn:g} times too fast",
@@ -122,17 +100,15 @@ def _burn_rates(pace: TimeScale) -> list[Alert]:
     return found
 
 
-def _rank_alerts(pace: TimeScale) -> list[Alert]:
+def _rank_alerts() -> list[Alert]:
     """Return alerts on processes. An orderly stop removes its targets, and so its series."""
-    ten, day = pace.of(10 * _MINUTE), pace.of(24 * _HOUR)
-    restarts = f"{metrics.RANK_RESTARTS.name}[{pace.of(15 * _MINUTE)}]"
     used = f'{metrics.KV_BLOCKS.name}{{state="used"}}'
     return [
         Alert(
             "TandemServerDown",
             f"max by (cluster) ({_UP}) == 0 "
-            f"and on (cluster) max by (cluster) (max_over_time({_UP}[{day}])) == 1",
-            5 * _MINUTE,
+            f"and on (cluster) max by (cluster) (max_over_time({_UP}[24h])) == 1",
+            "5m",
             "page",
             "Server down",
             "No process of {{ $labels.cluster }} can be scraped",
@@ -140,15 +116,15 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
         Alert(
             "TandemRankDown",
             f"max by (cluster, group, rank) ({metrics.RANK_UP.name}) == 0",
-            30.0,
+            "30s",
             "page",
             "Rank down",
             "{{ $labels.rank }} is not available",
         ),
         Alert(
             "TandemEpochFlaps",
-            f"max by (cluster, group) (changes({restarts})) > 2",
-            0.0,
+            f"max by (cluster, group) (changes({metrics.RANK_RESTARTS.name}[15m])) > 2",
+            None,
             "page",
             "Group epoch flaps",
             "Group {{ $labels.group }} was reformed {{ $value }} times in 15 minutes",
@@ -156,16 +132,16 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
         Alert(
             "TandemScrapeMissing",
             f"{_UP} == 0",
-            15 * _MINUTE,  # behind a proxy a server that loads does not answer
+            "15m",  # behind a proxy a server that loads does not answer
             "ticket",
             "Scrape missing",
             "Prometheus cannot scrape {{ $labels.instance }}",
         ),
         Alert(
             "TandemBlocksLeak",
-            f"max by (cluster, rank) (min_over_time({used}[{ten}])) > 0 and on (cluster, rank) "
-            f"max by (cluster, rank) (max_over_time({metrics.RANK_BUSY.name}[{ten}])) < 0.01",
-            5 * _MINUTE,
+            f"max by (cluster, rank) (min_over_time({used}[10m])) > 0 and on (cluster, rank) "
+            f"max by (cluster, rank) (max_over_time({metrics.RANK_BUSY.name}[10m])) < 0.01",
+            "5m",
             "ticket",
             "KV block leak",
             "KV blocks of {{ $labels.rank }} are in use although it is idle",
@@ -173,25 +149,25 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
     ]
 
 
-def _work_alerts(pace: TimeScale) -> list[Alert]:
+def _work_alerts() -> list[Alert]:
     fill, error = "rank:tandem_saturation_fill:ratio", "cluster:tandem_prediction_error:ratio"
     first, bound = "cluster:tandem_be_time_to_first_token_seconds:p95", metrics.OBJECTIVE.name
-    queue, five = metrics.REQUESTS_WAITING.name, pace.of(5 * _MINUTE)
+    queue = metrics.REQUESTS_WAITING.name
     rejected = f'{metrics.REQUESTS.name}{{pipeline="prefill", outcome="overload"}}'
     spent_s, ended = (
-        f'sum by (cluster) (rate({metrics.E2E_LATENCY.name}_{of}{{pipeline="prefill"}}[{five}]))'
+        f'sum by (cluster) (rate({metrics.E2E_LATENCY.name}_{of}{{pipeline="prefill"}}[5m]))'
         for of in ("sum", "count")
     )
     return [
         Alert(
             "TandemSaturationLost",
-            f"max_over_time({fill}[{five}]) < 0.5 and on (cluster) "
-            f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16 '
+            f"max_over_time({fill}[5m]) < 0.5 and on (cluster) "
+            f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[5m])) > 16 '
             # otherwise they are short prompts, which are answered at once
-            f"and on (cluster) (max by (cluster) (min_over_time({fill}[{five}])) > 1 "
-            f"or sum by (cluster) (increase({rejected}[{five}])) > {MIN_FAILURES} "
+            f"and on (cluster) (max by (cluster) (min_over_time({fill}[5m])) > 1 "
+            f"or sum by (cluster) (increase({rejected}[5m])) > {MIN_FAILURES} "
             f"or {spent_s} / {ended} > 1)",
-            2 * _MINUTE,
+            "2m",
             "ticket",
             "Saturation lost",
             "{{ $labels.rank }} has less than half of its saturating work while prompts wait "
@@ -199,9 +175,8 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
         ),
         Alert(
             "TandemPredictionsOff",
-            f"avg_over_time({error}[{five}]) > 0.5 and on (cluster) "
-            f"{_batches(pace.of(10 * _MINUTE))} > {MIN_BATCHES / pace.faster:g}",
-            10 * _MINUTE,
+            f"avg_over_time({error}[5m]) > 0.5 and on (cluster) {_batches('10m')} > {MIN_BATCHES}",
+            "10m",
             "ticket",
             "Inaccurate predictions",
             "Predicted batch times differ by {{ $value | humanizePercentage }} on average",
@@ -209,7 +184,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
         Alert(
             "TandemBestEffortNearBound",
             f'{first} > on (cluster) 0.8 * max by (cluster) ({bound}{{objective="be_wait"}})',
-            10 * _MINUTE,  # longer than the window, in which one request would do
+            "10m",  # longer than the window, in which one request would do
             "ticket",
             "Best effort near its limit",
             "Best-effort requests wait {{ $value | humanizeDuration }} for a first token (p95)",
@@ -217,17 +192,17 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
     ]
 
 
-def recording_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
+def recording_file() -> dict[str, Any]:
     """Return the contents of the file of recording rules."""
-    rules = [{"record": series, "expr": promql} for series, promql in recording_rules(pace).items()]
-    return _file("tandem-recorded", rules, pace)
+    rules = [{"record": series, "expr": promql} for series, promql in recording_rules().items()]
+    return _file("tandem-recorded", rules)
 
 
-def alerts_file(pace: TimeScale = NORMAL, docs_url: str | None = None) -> dict[str, Any]:
+def alerts_file(docs_url: str | None = None) -> dict[str, Any]:
     """Return the contents of the file of alerts. docs_url: where docs/ is published by mkdocs."""
     found = _runbooks()
-    rules = [_rule(alert, pace, found[alert.section], docs_url) for alert in alerts(pace)]
-    return _file("tandem-alerts", rules, pace)
+    rules = [_rule(alert, found[alert.section], docs_url) for alert in alerts()]
+    return _file("tandem-alerts", rules)
 
 
 def _runbooks() -> dict[str, str]:
@@ -253,10 +228,10 @@ def anchor(section: str) -> str:
     return section.lower().replace(" ", "-")
 
 
-def _rule(alert: Alert, pace: TimeScale, runbook: str, docs_url: str | None) -> dict[str, Any]:
+def _rule(alert: Alert, runbook: str, docs_url: str | None) -> dict[str, Any]:
     rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression}
-    if alert.for_s:
-        rule["for"] = pace.of(alert.for_s)
+    if alert.lasts is not None:
+        rule["for"] = alert.lasts
     annotations = {"summary": alert.summary, "description": runbook}
     if docs_url is not None:
         page = f"{docs_url.rstrip('/')}/runbooks/#{anchor(alert.section)}"
@@ -264,10 +239,5 @@ def _rule(alert: Alert, pace: TimeScale, runbook: str, docs_url: str | None) -> 
     return rule | {"labels": {"severity": alert.severity}, "annotations": annotations}
 
 
-def _file(name: str, rules: list[dict[str, Any]], pace: TimeScale) -> dict[str, Any]:
-    group = {"name": name, "interval": _exact(pace.interval_s), "rules": rules}
-    return {"groups": [group]}
-
-
-def _exact(seconds: float) -> str:
-    return f"{round(1e3 * seconds)}ms" if seconds < 1 else f"{seconds:g}s"
+def _file(name: str, rules: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"groups": [{"name": name, "interval": INTERVAL, "rules": rules}]}

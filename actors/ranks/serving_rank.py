@@ -32,7 +32,7 @@ from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import KvConfig, PriorityConfig, ScheduleConfig, TandemConfig
-from contracts.config.devices import check_device
+from contracts.device_modes import check_device
 from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
 from contracts.machine import available_bytes, numa_nodes, pinned_cpus, usable_cores

@@ -23,6 +23,7 @@ from planner.routing.backlog import Backlog
 from planner.routing.open_requests import flops_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
+from tests.support.paper_routing import route_unsaturated
 
 WORKERS = 8
 CHAIN_BLOCKS = 100
@@ -60,7 +61,7 @@ def decisions(options: argparse.Namespace, tokens: int, cached: int) -> dict[str
         fresh = [rng.randbytes(DIGEST_BYTES) for _ in range(tokens // BLOCK_TOKENS - cached)]
         hashes = (*map(_copy, rng.choice(chains)[:cached]), *fresh)
         prompt = Prompt(RequestKey(0, number), tokens, hashes)
-        samples["route"].append(_timed(lambda p=prompt: router.route(p)))
+        samples["route"].append(_timed(lambda p=prompt: route_unsaturated(router, p)))
         router.withdraw(prompt.key)
         prompt = Prompt(RequestKey(1, number), tokens, tuple(map(_copy, hashes)))
         samples["put_and_take"].append(_timed(lambda p=prompt: (backlog.put(p), backlog.take())))

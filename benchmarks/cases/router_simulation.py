@@ -10,6 +10,7 @@ requests are there from the start. Reports reach the router at once.
 
 import argparse
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,15 +31,14 @@ from planner.routing.backlog import Backlog, Lane
 from planner.routing.open_requests import RequestWork, flops_work, token_work
 from planner.routing.router import (
     RouteCandidate,
-    RouteDecision,
     RoutePolicy,
     Router,
     RouterConfig,
-    prefix_then_load,
     prefix_while_busy,
     prefix_within_round,
 )
-from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
+from planner.routing.saturation import SaturationConfig
+from tests.support.paper_routing import route, route_unsaturated, transfer_threshold_flops
 
 QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
@@ -51,20 +51,23 @@ REFERENCE = (2048,) * 4  # prompts of the calibration pass
 
 
 class Variant(NamedTuple):
-    """A policy, the unit in which its router keeps account, whether requests get a home ahead of
-    their round, and the lane that they wait in there."""
+    """A policy, none for the paper's; the unit in which its router keeps account, whether requests
+    get a home ahead of their round, and the lane that they wait in there."""
 
-    policy: RoutePolicy
+    policy: RoutePolicy | None
     in_flops: bool
     ahead: bool = False
     lane: Lane = Lane.FIRST
 
 
-def round_robin(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    return candidates[turn % len(candidates)]
+turns = itertools.count()
 
 
-def earliest_finish(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
+def round_robin(candidates: Sequence[RouteCandidate]) -> RouteCandidate:
+    return candidates[next(turns) % len(candidates)]
+
+
+def earliest_finish(candidates: Sequence[RouteCandidate]) -> RouteCandidate:
     return min(candidates, key=lambda c: (c.load + c.added, -c.matched_blocks, c.worker))
 
 
@@ -72,8 +75,8 @@ VARIANTS = {
     "router": Variant(prefix_within_round, in_flops=True, ahead=True),
     "router, best effort": Variant(prefix_while_busy, in_flops=True, ahead=True, lane=Lane.LATER),
     "router, in tokens": Variant(prefix_within_round, in_flops=False, ahead=True),
-    "paper's rounds": Variant(prefix_then_load, in_flops=True),
-    "paper's rounds, in tokens": Variant(prefix_then_load, in_flops=False),
+    "paper's rounds": Variant(None, in_flops=True),
+    "paper's rounds, in tokens": Variant(None, in_flops=False),
     "least finish": Variant(earliest_finish, in_flops=True),
     "least finish, in tokens": Variant(earliest_finish, in_flops=False),
     "round robin": Variant(round_robin, in_flops=True),
@@ -104,8 +107,11 @@ class Simulation:
             block_tokens=machine.block_tokens,
         )
         work = flops if variant.in_flops else token_work
-        self._router = Router(config, work, variant.policy)
-        self._backlog = Backlog(self._router, work, variant.policy) if variant.ahead else None
+        self._router, self._policy = Router(config, work), variant.policy
+        if variant.ahead and variant.policy:
+            self._backlog: Backlog | None = Backlog(self._router, work, variant.policy)
+        else:
+            self._backlog = None
         self._lane = variant.lane
         self._workers = [SimulatedWorker(n, machine, flops) for n in range(workers)]
         self._ends: list[tuple[float, int]] = []
@@ -143,14 +149,20 @@ class Simulation:
         if self._backlog is not None:
             while queue:
                 self._backlog.put(queue.popleft(), self._lane)
-            for prompt, decision in self._backlog.take():
-                self._send(prompt, decision)
+            for prompt, worker in self._backlog.take():
+                self._send(prompt, worker)
             return
-        while queue and (chosen := self._router.route(queue[0])) is not None:
+        while queue and (chosen := self._choose(queue[0])) is not None:
             self._send(queue.popleft(), chosen)
 
-    def _send(self, prompt: Prompt, decision: RouteDecision) -> None:
-        self._router.apply(self._workers[decision.worker].accept(prompt))
+    def _choose(self, prompt: Prompt) -> int | None:
+        if self._policy is not None:
+            return route(self._router, prompt, self._policy).worker
+        chosen = route_unsaturated(self._router, prompt)
+        return chosen and chosen.worker
+
+    def _send(self, prompt: Prompt, worker: int) -> None:
+        self._router.apply(self._workers[worker].accept(prompt))
 
     def _note_queued(self, waiting: int) -> None:
         """While requests wait, every worker should be saturated, and none by more than one."""

@@ -60,7 +60,7 @@ def schemes(
     found, E = dict[str, Any](), model.spec.num_experts
     sizes = (E // WORKERS,) * WORKERS
     plain = [contiguous_line(each.load(), sizes) for each in routing]
-    grouped = [solve_layer(each, sizes).expert_of_slot for each in routing]
+    grouped = [solve_layer(each, sizes) for each in routing]
     slices, blocks = list[SequenceSlice](), 0
     for ids in texts:
         count = -(-len(ids) // BLOCK_TOKENS)

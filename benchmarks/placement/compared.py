@@ -76,7 +76,7 @@ def in_order(routing: LayerRouting, slots_per_rank: Sequence[int]) -> tuple[Line
 
 
 def ours(routing: LayerRouting, slots_per_rank: Sequence[int]) -> tuple[Line, None]:
-    return solve_layer(routing, slots_per_rank).expert_of_slot, None
+    return solve_layer(routing, slots_per_rank), None
 
 
 def packed(routing: LayerRouting, slots_per_rank: Sequence[int]) -> tuple[Line, None]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cluster.fleet.codec import Directory
+from cluster.fleet.replies import Directory
 from cluster.http.server import HttpServer
 from cluster.serving.ingress_app import build_ingress_app
 from cluster.serving.launcher import Launcher

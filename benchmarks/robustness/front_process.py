@@ -6,7 +6,7 @@ import subprocess
 import msgspec
 
 from benchmarks.robustness.front import Orders
-from cluster.fleet.codec import Directory
+from cluster.fleet.replies import Directory
 from contracts.import_path import module_command
 
 

@@ -24,9 +24,9 @@ from benchmarks.robustness.front_process import FrontProcess
 from benchmarks.robustness.links import Links
 from benchmarks.robustness.stray import WAKE_S, OutOfReach, retries_refused
 from benchmarks.support.two_nodes import HEAD, OTHER
-from cluster.fleet.codec import Directory
 from cluster.fleet.rank_group import INTRODUCE_PERIOD_S
 from cluster.fleet.repair import most_missed
+from cluster.fleet.replies import Directory
 from contracts.config import TandemConfig
 from contracts.logs import event
 from contracts.ranks import Group, RankStatus

@@ -9,7 +9,7 @@ from actors.planning.planner_inputs import shape_of
 from benchmarks.support.crossing import crossing
 from models.spec.model import ModelSpec
 from planner.routing.open_requests import flops_work
-from planner.routing.saturation import transfer_threshold_flops
+from tests.support.paper_routing import transfer_threshold_flops
 
 _EXPOSED = 1.1  # of a resident pass: where copies are clearly what a streamed one waits for
 _GOAL = 0.95  # of resident throughput

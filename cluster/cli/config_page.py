@@ -6,13 +6,13 @@ from pathlib import Path
 
 from cluster.cli.config_table import ConfigKey, config_keys, format_value, sections
 from contracts.config import TandemConfig
-from contracts.config.devices import MODES, Mode
+from contracts.device_modes import MODES, Mode
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
 All settings, with default, accepted values and meaning. This page is generated from the fields in
-`contracts/config` (`python -m cluster.cli.config_page`); `tandem config` prints the same for one
+`contracts/config.py` (`python -m cluster.cli.config_page`); `tandem config` prints the same for one
 configuration.
 
 A configuration is one YAML or TOML file with these sections. `--set section.key=value` overrides a

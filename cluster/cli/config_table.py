@@ -1,6 +1,6 @@
 """Table of all configuration keys for `tandem config`.
 
-A key's meaning is the string below its field in contracts/config.
+A key's meaning is the string below its field in contracts/config.py.
 """
 
 import ast

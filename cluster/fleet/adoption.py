@@ -30,7 +30,6 @@ from cluster.fleet.fleet import Fleet
 from cluster.fleet.fleet_store import (
     FleetRecord,
     FleetStore,
-    GroupRecord,
     RankRecord,
     restore_placement,
 )
@@ -120,27 +119,15 @@ def _groups(
             rooms[room.name] = restore_placement(room, application)
     found = [[_member(entry, rooms) for entry in group.ranks] for group in record.groups]
     _check_identities([member for members in found for member in members], record.token)
-    groups = [
-        _group(config, model_folder, record, members, entry)
-        for members, entry in zip(found, record.groups, strict=True)
-    ]
-    for group, entry in zip(groups, record.groups, strict=True):
+    groups = []
+    for members, entry in zip(found, record.groups, strict=True):
+        placements = {member.spec.group: member.spec.placement for member in members}
+        settings = (config, model_folder, record.token, entry.epoch, entry.backend)
+        group = RankGroup(members, GroupSpec(*settings, None, placements))
         draining = [_found(one, rooms) for one in entry.draining if one.room in rooms]
         group.draining = [one for one in draining if one is not None]
+        groups.append(group)
     return groups
-
-
-def _group(
-    config: TandemConfig,
-    model_folder: str,
-    record: FleetRecord,
-    members: list[Member],
-    entry: GroupRecord,
-) -> RankGroup:
-    placements = {member.spec.group: member.spec.placement for member in members}
-    token, epoch = record.token, entry.epoch
-    group_spec = GroupSpec(config, model_folder, token, epoch, entry.backend, None, placements)
-    return RankGroup(members, group_spec)
 
 
 def _member(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member:

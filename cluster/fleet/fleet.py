@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from actors.telemetry.telemetry import EndedCounters, Telemetry
-from cluster.fleet.codec import Directory
 from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.membership import Autoscaler
 from cluster.fleet.metrics_endpoint import ScrapeTargets
 from cluster.fleet.rank_group import CHECK_PERIOD_S, Member, RankGroup, kill_all
 from cluster.fleet.repair import Action, GiveUp
+from cluster.fleet.replies import Directory
 from cluster.fleet.resizing import Resizer
 from cluster.fleet.tracing import gather_traces, trace_answer
 from contracts import metrics

@@ -9,7 +9,6 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from actors.channels.local_process import is_alive, own_identity
-from cluster.fleet.codec import encode_config
 from cluster.fleet.nodes import Node, RankPlacement, RankRequest
 from cluster.fleet.rank_group import Member, RankGroup
 from contracts.config import TandemConfig
@@ -79,7 +78,7 @@ class FleetStore:
 
     def __init__(self, application: str, launch_id: str, config: TandemConfig) -> None:
         self.application, self.launch_id = application, launch_id
-        self.config_digest = hashlib.sha256(encode_config(config)).digest()
+        self.config_digest = hashlib.sha256(msgspec.json.encode(config)).digest()
         self._key = f"fleet/{application}".encode()
         self._written = b""
         self._is_ending = False

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, writing
 from contracts.hardware import Hardware
 from contracts.json_input import read_json_file, struct_from
 
@@ -39,7 +39,5 @@ def load_hardware(given: str | dict[str, Any]) -> Hardware:
 def write_hardware(hardware: Hardware, path: Path) -> None:
     """Write a hardware profile. Raises ConfigError if `path` cannot be written."""
     body = msgspec.json.format(msgspec.json.encode(hardware), indent=1)
-    try:
+    with writing("--output", path):
         path.write_bytes(body + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from None

@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
-from cluster.fleet.codec import ScrapeTarget, encode_target
 from cluster.fleet.nodes import this_node
 from cluster.fleet.rank_group import Member, RankGroup
+from cluster.fleet.replies import ScrapeTarget
 from cluster.fleet.targets_file import SUFFIX, targets_folder
 from contracts.clock import Clock, monotonic_s
 from contracts.config import TandemConfig
@@ -231,7 +231,7 @@ def _target(member: Member) -> ScrapeTarget:
 
 RENEW_S = 5.0
 
-RegisterTarget = Callable[[bytes], Awaitable[None]]  # Groups' `export`
+RegisterTarget = Callable[[ScrapeTarget], Awaitable[None]]  # Groups' `export`
 
 
 class MetricsEndpoint:
@@ -273,7 +273,7 @@ class MetricsEndpoint:
         own_target = ScrapeTarget(
             address=address, group=self._group, rank=self._name, node=node.host
         )
-        self._renewal = asyncio.create_task(self._renew_lease(encode_target(own_target)))
+        self._renewal = asyncio.create_task(self._renew_lease(own_target))
 
     async def close(self) -> None:
         if self._renewal is not None:
@@ -282,7 +282,7 @@ class MetricsEndpoint:
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
 
-    async def _renew_lease(self, target: bytes) -> None:
+    async def _renew_lease(self, target: ScrapeTarget) -> None:
         while True:
             try:
                 await self._register(target)

@@ -15,7 +15,7 @@ from actors.ranks.remote import NAMESPACE, OrphanGuardShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
 from actors.ranks.shell import LoggedShell
 from contracts.config import GroupsConfig, TandemConfig
-from contracts.config.devices import check_device
+from contracts.device_modes import check_device
 from contracts.errors import ResourceError
 from contracts.ranks import Group, rank_name
 

@@ -8,7 +8,7 @@ import numpy as np
 from actors.planning.planner_inputs import layer_routing
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.config import TandemConfig
-from contracts.errors import CheckpointError, ConfigError
+from contracts.errors import CheckpointError, ConfigError, writing
 from contracts.json_input import read_json_file, struct_from
 from contracts.machine import available_bytes
 from contracts.placement import Placement, PlacementFile
@@ -161,7 +161,5 @@ def check_writable(path: Path) -> None:
 
 def write_placement(file: PlacementFile, path: Path) -> None:
     """Write a placement. Raises ConfigError if `path` cannot be written."""
-    try:
+    with writing("--output", path):
         path.write_bytes(msgspec.json.encode(file) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from None

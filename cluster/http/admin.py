@@ -19,10 +19,10 @@ from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
 from cluster.http import response_types
 from cluster.http.body import read_small_body
 from cluster.http.errors import MediaTypeError
-from cluster.http.request_context import AppState
+from cluster.http.request_context import AppState, LauncherApi
 from cluster.http.responses import json_response
 from contracts import metrics
-from contracts.clock import Clock
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError
 from contracts.import_path import version
 from contracts.logs import event
@@ -78,27 +78,30 @@ async def start_scale(app_state: AppState, request: Request) -> Response:
 
 
 async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> ScaleState:
-    if app_state.scale is None:
-        raise NotReadyError("this server cannot start or stop ranks")
+    launcher = _launcher(app_state)
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
-            return await app_state.scale(requested)
+            return await launcher.scale(requested)
     except TimeoutError:
         raise NotReadyError(
             f"the launcher of the ranks has not answered within {REPLY_TIMEOUT_S:g} s"
         ) from None
 
 
+def _launcher(app_state: AppState) -> LauncherApi:
+    if app_state.launcher is None:
+        raise NotReadyError("this server has no access to its ranks")
+    return app_state.launcher
+
+
 async def trace(app_state: AppState, request: Request) -> Response:
     app_state.authenticator.check_metrics(request)
     seconds = _seconds(request)
-    if app_state.trace is None:
-        raise NotReadyError("this server has no access to its ranks")
-    started_s = app_state.clock()
+    launcher, started_s = _launcher(app_state), monotonic_s()
     try:
         async with asyncio.timeout(seconds + EXTRA_S):
-            clock = await app_state.trace.offset()
-            answer = await app_state.trace.trace(seconds)
+            clock = await launcher.offset()
+            answer = await launcher.trace(seconds)
     except TimeoutError:
         raise NotReadyError(
             f"the ranks' traces did not arrive within {seconds + EXTRA_S:g} s"
@@ -163,13 +166,11 @@ def _pipelines(app_state: AppState) -> dict[str, response_types.PipelineLoad]:
 
 
 def status_of(app_state: AppState) -> PlainEndpoint:
-    return _coalesced(app_state, lambda: _status(app_state), "application/json")
+    return _coalesced(lambda: _status(app_state), "application/json")
 
 
-def _coalesced(
-    app_state: AppState, make: Callable[[], Awaitable[str]], content_type: str
-) -> PlainEndpoint:
-    scrapes = ScrapeCoalescer(make, app_state.clock)
+def _coalesced(make: Callable[[], Awaitable[str]], content_type: str) -> PlainEndpoint:
+    scrapes = ScrapeCoalescer(make, monotonic_s)
 
     async def answer(app_state: AppState, request: Request) -> Response:
         app_state.authenticator.check_metrics(request)
@@ -180,10 +181,10 @@ def _coalesced(
 
 async def _status(app_state: AppState) -> str:
     problems, ranks = list(app_state.backend.problems()), list[RankStatus]()
-    if app_state.ranks is not None:
+    if app_state.launcher is not None:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                ranks = await app_state.ranks()
+                ranks = await app_state.launcher.status()
         except TimeoutError:
             limit = f"{SCRAPE_TIMEOUT_S:g} s"
             problems.append(f"the ranks have not reported their state within {limit}")
@@ -204,15 +205,15 @@ def metrics_of(app_state: AppState) -> PlainEndpoint:
         metrics.REQUESTS_WAITING,
         lambda: {(one, label): n for (one, label), n in app_state.backend.waiting().items()},
     )
-    return _coalesced(app_state, lambda: _scrape(app_state), CONTENT_TYPE)
+    return _coalesced(lambda: _scrape(app_state), CONTENT_TYPE)
 
 
 async def _scrape(app_state: AppState) -> str:
     texts = [app_state.telemetry.exposition()]
-    if app_state.rank_metrics is not None:
+    if app_state.launcher is not None:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                texts.append(await app_state.rank_metrics())
+                texts.append(await app_state.launcher.metrics())
         except TimeoutError:  # the ingress's own metrics are still useful
             reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
             event(log, "rank_metrics_failed", logging.WARNING, error=reason)

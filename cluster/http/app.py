@@ -15,7 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.http import batches, response_types
+from cluster.http import batches as batch_endpoints
+from cluster.http import response_types
 from cluster.http.admin import (
     PlainEndpoint,
     get_scale,
@@ -36,11 +37,8 @@ from cluster.http.grammar_compiler import GrammarCompiler
 from cluster.http.openapi import openapi_document
 from cluster.http.request_context import (
     AppState,
-    FetchRankMetrics,
-    FetchRankStatus,
+    LauncherApi,
     RequestContext,
-    ScaleRanks,
-    TraceSource,
     start_request_metrics,
 )
 from cluster.http.request_log import HEADER, AccessLog, RequestLog
@@ -49,8 +47,8 @@ from cluster.http.schemas import ModelInfo
 from cluster.http.spans import TRACE, RequestTracer
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
-from contracts.clock import Clock, monotonic_s
-from contracts.config import BatchConfig, HttpConfig, LimitsConfig
+from contracts.clock import monotonic_s
+from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import NotReadyError, TandemError, UnknownModelError
 from contracts.import_path import version
 from contracts.logs import event
@@ -68,32 +66,23 @@ def build_app(
     backend: Backend,
     tokenizer: Tokenizer,
     model: ModelInfo,
-    http: HttpConfig,
+    config: TandemConfig,
     *,
     telemetry: Telemetry | None = None,
-    rank_metrics: FetchRankMetrics | None = None,
-    ranks: FetchRankStatus | None = None,
-    tracing: TraceSource | None = None,
-    scale: ScaleRanks | None = None,
-    batch_service: BatchService | None = None,
-    batch: BatchConfig = BatchConfig(),  # noqa: B008  (frozen)
-    share_between_keys: bool = False,
-    limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
-    logs_prompts: bool = False,
+    launcher: LauncherApi | None = None,
+    batches: BatchService | None = None,
     tracer: RequestTracer | None = None,
-    clock: Clock = monotonic_s,
 ) -> App:
     """Return the application in front of `backend`.
 
-    batch_service: keeper of files and batches; None: 503.
-    rank_metrics, ranks, tracing, scale: access to the ranks' metrics, state, traces and number.
-    share_between_keys: see `KvConfig`.
-    logs_prompts: log.prompts.
+    launcher: None: endpoints that need it answer 503, or omit its part.
+    batches: keeper of files and batches; None: 503.
     tracer: source of OpenTelemetry spans; the application closes it.
 
     With http.keys_file, all requests are rejected until the keys are loaded (`ApiKeyReloader`). The
     caller starts and closes the backend.
     """
+    http, limits = config.http, config.limits
     app_state = AppState(
         backend=backend,
         tokenizer=tokenizer,
@@ -106,26 +95,19 @@ def build_app(
         ),
         memory_budget=MemoryBudget(limits),
         model=model,
-        http=http,
+        config=config,
         authenticator=Authenticator(
             http.clients,
             http.metrics_key,
             needs_keys=http.has_keys,
             operator_key=http.operator_key,
             is_local=http.is_local,
-            share_between_keys=share_between_keys,
-            clock=clock,
+            share_between_keys=config.kv.share_between_keys,
         ),
         telemetry=telemetry or Telemetry(),
-        clock=clock,
-        rank_metrics=rank_metrics,
-        ranks=ranks,
-        trace=tracing,
-        scale=scale,
-        logs_prompts=logs_prompts,
+        launcher=launcher,
         tracer=tracer,
-        batches=batch_service,
-        batch=batch,
+        batches=batches,
     )
     return App(app_state)
 
@@ -189,15 +171,15 @@ class App(Starlette):
             self.add_route(path, _simple(self.app_state, plain), methods=["GET"])
         for method, path, plain in (
             ("POST", "/scale", start_scale),
-            ("GET", "/v1/files", batches.list_files),
-            ("POST", "/v1/files", batches.upload_file),
-            ("GET", "/v1/files/{id}", batches.get_file),
-            ("DELETE", "/v1/files/{id}", batches.delete_file),
-            ("GET", "/v1/files/{id}/content", batches.file_content),
-            ("GET", "/v1/batches", batches.list_batches),
-            ("POST", "/v1/batches", batches.create_batch),
-            ("GET", "/v1/batches/{id}", batches.get_batch),
-            ("POST", "/v1/batches/{id}/cancel", batches.cancel_batch),
+            ("GET", "/v1/files", batch_endpoints.list_files),
+            ("POST", "/v1/files", batch_endpoints.upload_file),
+            ("GET", "/v1/files/{id}", batch_endpoints.get_file),
+            ("DELETE", "/v1/files/{id}", batch_endpoints.delete_file),
+            ("GET", "/v1/files/{id}/content", batch_endpoints.file_content),
+            ("GET", "/v1/batches", batch_endpoints.list_batches),
+            ("POST", "/v1/batches", batch_endpoints.create_batch),
+            ("GET", "/v1/batches/{id}", batch_endpoints.get_batch),
+            ("POST", "/v1/batches/{id}/cancel", batch_endpoints.cancel_batch),
         ):
             self.add_route(path, _simple(self.app_state, plain), methods=[method])
 

@@ -61,11 +61,10 @@ class Authenticator:
         operator_key: str | None = None,
         is_local: bool = True,
         share_between_keys: bool = False,
-        clock: Clock = monotonic_s,
     ) -> None:
         self._is_open = not needs_keys and not api_keys
         self._operator_key, self._is_local = operator_key, is_local
-        self._shares, self._clock = share_between_keys, clock
+        self._shares = share_between_keys
         self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count(1)
         self.set_keys(api_keys, metrics_key)
@@ -81,7 +80,7 @@ class Authenticator:
 
     def _client(self, api_key: ApiKey) -> _Client:
         salt = b"" if self._shares else _salt(api_key.key.encode(), _KEY_SALT)
-        return _Client(api_key, Caller(_tenant(api_key), 0, salt), KeyQuota(api_key, self._clock))
+        return _Client(api_key, Caller(_tenant(api_key), 0, salt), KeyQuota(api_key, monotonic_s))
 
     def check(self, request: Request) -> str | None:
         """Return the request's key, or None if no key is required. Raises UnauthorizedError."""

@@ -195,7 +195,7 @@ async def _receive(
 
 
 def _check_size(app_state: AppState, size: int) -> None:
-    most = app_state.batch.file_bytes
+    most = app_state.config.batch.file_bytes
     if size > most:
         raise BodyTooLargeError(
             f"file: larger than {most} bytes (batch.file_bytes): upload it in parts", "file"

@@ -99,7 +99,7 @@ async def read_request_body(
 ) -> Body:
     """Return the request's body, charged to the request's account. Enforces the body timeout."""
     limit = app_state.http.max_body_bytes
-    log_body = partial(_log_body, ctx.request_id) if app_state.logs_prompts else None
+    log_body = partial(_log_body, ctx.request_id) if app_state.config.log.prompts else None
     return await ctx.read(read_body(request, kind, limit, ctx.account, log_body))
 
 

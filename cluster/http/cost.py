@@ -76,11 +76,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_labels(self, labels: Sequence[str]) -> None:
-        """Check a lower bound of the labels' tokens before they are tokenized."""
-        self.check_label_tokens(-(-sum(map(len, labels)) // self.token_characters))
-
-    def check_label_tokens(self, tokens: int) -> None:
-        """Check the labels' tokens. Raises TooCostlyError."""
+        """Check a lower bound of the labels' tokens. Raises TooCostlyError."""
+        tokens = -(-sum(map(len, labels)) // self.token_characters)
         most = self.limits.label_tokens
         if tokens > most:
             raise TooCostlyError(

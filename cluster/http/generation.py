@@ -35,6 +35,7 @@ from cluster.http.responses import (
 )
 from cluster.http.schemas import GenerationBody, GenerationOptions
 from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken, mark_special
+from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
@@ -329,7 +330,7 @@ class _Run:
         async with aclosing(app_state.backend.generate(submit, wait_for_slot=index > 0)) as batches:
             async for batch in batches:
                 ctx.on_token()
-                last_s = app_state.clock()
+                last_s = monotonic_s()
                 first_s = first_s or last_s
                 delta = text.push(batch)
                 if text.finished or self._job.options.continuous_usage:

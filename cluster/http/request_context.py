@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +23,8 @@ from cluster.http.spans import TRACE, RequestTrace, RequestTracer
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
 from contracts import metrics
-from contracts.clock import Clock
-from contracts.config import BatchConfig, HttpConfig
+from contracts.clock import monotonic_s
+from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import (
     ClientGoneError,
     ForbiddenError,
@@ -89,30 +89,31 @@ class DrainController:
         return len(requests)
 
 
-FetchRankMetrics = Callable[[], Awaitable[str]]
-FetchRankStatus = Callable[[], Awaitable[list[RankStatus]]]
-ScaleRanks = Callable[[ScaleTarget | None], Awaitable[ScaleState]]
-"""Starts a change of the number of ranks; None: only reports the progress."""
-
 Watch = Callable[[Callable[[], None] | None], None]
 
 
-class TraceSource(msgspec.Struct, frozen=True):
-    """Access to the ranks' traces.
+class LauncherApi(Protocol):
+    """The process that owns the ranks. Raises NotReadyError without a reply."""
 
-    trace: records the next seconds, on the clock of the process that owns the ranks.
-    offset: how far this process's clock is ahead of it.
-    """
+    async def metrics(self) -> str:
+        """Return the ranks' metrics as Prometheus text, empty without a reply."""
 
-    trace: Callable[[float], Awaitable[TraceResponse]]
-    offset: Callable[[], Awaitable[ClockOffset]]
+    async def status(self) -> list[RankStatus]: ...
+
+    async def trace(self, seconds: float) -> TraceResponse:
+        """Record the next seconds, on the launcher's clock."""
+
+    async def offset(self) -> ClockOffset:
+        """Return by how much this process's clock is ahead of the launcher's."""
+
+    async def scale(self, requested: ScaleTarget | None) -> ScaleState:
+        """Start a change of the number of ranks; None: only report the progress."""
 
 
 class AppState(msgspec.Struct, frozen=True, kw_only=True):
     """Shared state of all endpoints.
 
-    rank_metrics: returns the ranks' metrics in Prometheus text format.
-    ranks, trace, scale: access to the ranks' state, traces and number.
+    launcher: None: this process has no access to it.
     uploads: limits simultaneous uploads of files.
     tracer: source of OpenTelemetry spans; None: off.
     active_requests: requests under way.
@@ -126,18 +127,12 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     bounds: Bounds
     memory_budget: MemoryBudget
     model: ModelInfo
-    http: HttpConfig
+    config: TandemConfig
     authenticator: Authenticator
     telemetry: Telemetry
-    clock: Clock
-    rank_metrics: FetchRankMetrics | None
-    ranks: FetchRankStatus | None = None
-    trace: TraceSource | None = None
-    scale: ScaleRanks | None = None
-    logs_prompts: bool = False
+    launcher: LauncherApi | None = None
     tracer: RequestTracer | None = None
     batches: BatchService | None = None
-    batch: BatchConfig = BatchConfig()
     uploads: asyncio.Semaphore = msgspec.field(
         default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS)
     )
@@ -146,6 +141,10 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     recent_requests: deque[RequestSpan] = msgspec.field(
         default_factory=lambda: deque(maxlen=MAX_RECENT_REQUESTS)
     )
+
+    @property
+    def http(self) -> HttpConfig:
+        return self.config.http
 
 
 class _CancelScope:
@@ -210,10 +209,9 @@ class RequestContext:
         self.account = app_state.memory_budget.open()
         self._app_state = app_state
         self._telemetry = app_state.telemetry
-        self._clock = app_state.clock
         self._receive = receive
         self._watch: Watch = scope_state.get(WATCH) or self._watch_by_task
-        self._arrived_s = app_state.clock()
+        self._arrived_s = monotonic_s()
         self._loop_s = asyncio.get_running_loop().time()
         self._watching: asyncio.Task[None] | None = None
         self._quota: KeyQuota | None = None
@@ -316,7 +314,7 @@ class RequestContext:
     def on_token(self) -> None:
         """Record an arrival. The first one determines the time to first token."""
         if self._first_s is None:
-            self._first_s = self._clock()
+            self._first_s = monotonic_s()
             waited_s = self._first_s - self._arrived_s
             self._observe(metrics.TTFT, *self._labels(), value=waited_s)
 
@@ -351,7 +349,7 @@ class RequestContext:
         if not self._is_counted:
             return
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)
-        ended_s, first_s = self._clock(), self._first_s
+        ended_s, first_s = monotonic_s(), self._first_s
         fields = self.request_id, *self._labels(), outcome.value
         self._app_state.recent_requests.append(
             RequestSpan(*fields, self._arrived_s, first_s, ended_s)

@@ -18,8 +18,7 @@ from starlette.types import Scope
 from cluster.http.request_log import REQUEST_ID
 from cluster.routing.ticket import TIMINGS, SequenceTiming
 from contracts.clock import monotonic_s
-from contracts.config import TandemConfig
-from contracts.config.trace import FROM_ENVIRONMENT, TRACES_PATH
+from contracts.config import FROM_ENVIRONMENT, TRACES_PATH, TandemConfig
 from contracts.errors import ConfigError
 from contracts.metrics import RequestOutcome
 from contracts.requests import Usage

@@ -11,8 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import FindRanks, RankSet, RoutingConfig
 from cluster.routing.ticket import Ticket
@@ -27,25 +25,6 @@ log = logging.getLogger("tandem.routing")
 
 MAX_PREFIX_BLOCKS = 1 << 16  # per rank
 _PREFIX = f"{Group.ATTENTION.value}-"
-
-
-class RankView(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank as the choice sees it.
-
-    load_tokens: outstanding prompt and generated tokens, without those that the request overtakes.
-    """
-
-    name: str
-    load_tokens: int
-    prefix_tokens: int
-
-
-Choose = Callable[[Sequence[RankView]], RankView]
-
-
-def least_work(ranks: Sequence[RankView]) -> RankView:
-    """Return the rank with the least work; ties go to the longer prefix, then to the first."""
-    return min(ranks, key=lambda rank: (rank.load_tokens - rank.prefix_tokens, -rank.prefix_tokens))
 
 
 class PrefixTable:
@@ -122,16 +101,16 @@ class AttentionRank:
         """Return the number of requests of the class without a first answer."""
         return self._waiting[priority]
 
-    def view(self, priority: Priority, hashes: Sequence[bytes], block_tokens: int) -> RankView:
-        """Return the rank as a request of the class sees it."""
+    def cost(
+        self, priority: Priority, hashes: Sequence[bytes], block_tokens: int
+    ) -> tuple[int, int]:
+        """Return the work that a request of the class waits for, less its prefix; ties go to it."""
         if self._connection != self.client.connections:  # a new process has an empty cache
             self._connection = self.client.connections
             self.prefixes.clear()
-        return RankView(
-            name=self.client.name,
-            load_tokens=sum(n for other, n in self._load_tokens.items() if other <= priority),
-            prefix_tokens=self.prefixes.match(hashes) * block_tokens,
-        )
+        load_tokens = sum(n for other, n in self._load_tokens.items() if other <= priority)
+        prefix_tokens = self.prefixes.match(hashes) * block_tokens
+        return load_tokens - prefix_tokens, -prefix_tokens
 
     def on_state(self, state: RankState) -> None:
         if state.healthy:
@@ -159,15 +138,14 @@ Connect = Callable[[str, str], RankClient]
 class LeastWorkPlacer:
     """The `Placer` of attention ranks.
 
-    choose: picks among the ranks that have room. find: see `RankSet`. connect: creates the client
-    of a rank that joins; None: the set of ranks is fixed.
+    find: see `RankSet`. connect: creates the client of a rank that joins; None: the set of ranks is
+    fixed.
     """
 
     def __init__(
         self,
         clients: Sequence[RankClient],
         config: RoutingConfig,
-        choose: Choose = least_work,
         find: FindRanks | None = None,
         connect: Connect | None = None,
     ) -> None:
@@ -182,7 +160,6 @@ class LeastWorkPlacer:
             follows=connect is not None,
             connect=self._connect_new,
         )
-        self._choose = choose
         self._assignments: dict[Ticket, _Assignment] = {}
         self._queued: dict[Priority, dict[Ticket, None]] = {priority: {} for priority in Priority}
 
@@ -256,9 +233,7 @@ class LeastWorkPlacer:
             return free[0] if free else None
         block_tokens = self.config.block_tokens
         hashes = ticket.hashes(block_tokens)
-        by_name = {rank.client.name: rank for rank in free}
-        views = [rank.view(priority, hashes, block_tokens) for rank in free]
-        chosen = by_name[self._choose(views).name]
+        chosen = min(free, key=lambda rank: rank.cost(priority, hashes, block_tokens))
         chosen.prefixes.add(hashes)
         return chosen
 

@@ -192,10 +192,6 @@ class PrefillPlacer:
             worker, client, self._router, self._on_change, self._on_lost, self._on_leaving
         )
 
-    def load(self, worker: int) -> int:
-        """Return the work of the open requests there, as this router knows it."""
-        return self._router.load(worker)
-
     def put(self, ticket: Ticket) -> None:
         """Queue the request under a new key: the log of a worker that lost it uses the old one."""
         key = RequestKey(self.number, next(self._numbers))
@@ -244,10 +240,10 @@ class PrefillPlacer:
         if len(self._backlog) == 0:
             return
         self._backlog.settle()
-        for prompt, decision in self._backlog.take():
+        for prompt, worker in self._backlog.take():
             ticket = self._queued.pop(prompt.key)
             try:
-                ticket.send(self._clients[decision.worker], prompt.key)
+                ticket.send(self._clients[worker], prompt.key)
             except TooCostlyError as error:  # concerns this request only
                 ticket.fail(error)
 

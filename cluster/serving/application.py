@@ -15,10 +15,9 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.fleet.adoption import kill_orphans
-from cluster.fleet.codec import decode_failure
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, ResourceError
+from contracts.errors import LaunchError, ResourceError, TandemError
 from contracts.logs import event
 
 log = logging.getLogger("tandem.serving")
@@ -122,11 +121,11 @@ def check_ingress(deployed: DeployedApp) -> None:
     """Raise the error that prevented the ingress's start, if it has reported one."""
     reply = deployed.groups.ingress_failure.remote()
     try:
-        failure: bytes = reply.result(timeout_s=STOP_TIMEOUT_S)
+        failure: TandemError | None = reply.result(timeout_s=STOP_TIMEOUT_S)
     except TimeoutError:
         return  # retried
-    if failure:
-        raise decode_failure(failure)
+    if failure is not None:
+        raise failure
 
 
 def extract_reason(text: str) -> str:

@@ -21,9 +21,9 @@ from ray.serve.exceptions import RayServeException
 from actors.telemetry.telemetry import Telemetry
 from cluster.batch.service import Batches
 from cluster.batch.store import LockedError, Store
-from cluster.fleet.codec import decode_config, encode_config
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import public_name, resolve_model_folder
+from cluster.fleet.replies import Directory, checked
 from cluster.http.batch_types import BATCH_METHODS
 from cluster.http.row_client import RowClient
 from cluster.serving.ingress_app import build_row_app
@@ -48,8 +48,8 @@ def batch_store(config: TandemConfig) -> tuple[str, Path]:
 class BatchActor:
     """The batch service of the application config.serve.name."""
 
-    def __init__(self, config: bytes) -> None:
-        self._config = decode_config(config)
+    def __init__(self, config: TandemConfig) -> None:
+        self._config = config
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._groups = serve.get_deployment_handle("Groups", self._config.serve.name)
         set_up_logging("batches", self._config.log)
@@ -101,14 +101,14 @@ class BatchActor:
     async def _connect(self) -> RowClient:
         """Connect to the ranks. Raises TandemError."""
 
-        async def directory(suspects: dict[str, str]) -> bytes:
+        async def directory(suspects: dict[str, str]) -> Directory:
             try:
-                body: bytes = await self._groups.directory.remote(suspects)
+                found: Directory = checked(await self._groups.directory.remote(suspects))
             except RayError as error:
                 raise NotReadyError(
                     f"the launcher does not answer: {type(error).__name__}"
                 ) from None
-            return body
+            return found
 
         telemetry = Telemetry()
         app = await build_row_app(self._config, directory, telemetry)
@@ -123,7 +123,7 @@ def start_batch_actor(config: TandemConfig, on_head: dict[str, float]) -> Any:
     """Start the actor, which ends with the caller's process."""
     options = {"num_cpus": 0, "resources": on_head, "max_restarts": -1}
     remote = ray.remote(max_concurrency=MAX_CALLS, **options)(BatchActor)
-    return remote.remote(encode_config(config))
+    return remote.remote(config)
 
 
 class BatchClient:
@@ -150,8 +150,6 @@ class BatchClient:
                 raise NotReadyError(
                     "the batch service is being restarted: try again in some seconds"
                 ) from None
-            if isinstance(result, TandemError):
-                raise result
-            return result
+            return checked(result)
 
         return call

@@ -12,14 +12,14 @@ from starlette.applications import Starlette
 from actors.channels.handshake import Identity
 from actors.planning.planner_inputs import shape_of
 from actors.telemetry.telemetry import Telemetry
-from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.colocation import colocated_gain
 from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.fleet.placements import read_local_shares
+from cluster.fleet.replies import Directory
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
 from cluster.http.batch_types import BatchService
-from cluster.http.request_context import TraceSource
+from cluster.http.request_context import LauncherApi
 from cluster.http.schemas import ModelInfo
 from cluster.http.spans import build_tracer
 from cluster.routing.least_work_placer import LeastWorkPlacer
@@ -27,7 +27,6 @@ from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import FindRanks, RoutingConfig
-from cluster.serving.launcher import Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.errors import NotReadyError
 from contracts.interpreter import freeze_heap
@@ -134,7 +133,7 @@ def _locality(config: TandemConfig, folder: Path, spec: ModelSpec) -> Locality |
 
 async def build_row_app(
     config: TandemConfig,
-    directory: Callable[[dict[str, str]], Awaitable[bytes]],
+    directory: Callable[[dict[str, str]], Awaitable[Directory]],
     telemetry: Telemetry | None = None,
 ) -> App:
     """Return an application for `RowClient`, connected to the available ranks.
@@ -144,11 +143,11 @@ async def build_row_app(
     """
 
     async def find(suspects: dict[str, str]) -> dict[str, str]:
-        found = decode_directory(await directory(suspects))
+        found = await directory(suspects)
         return found.client_addresses | found.prefill_addresses
 
     model, tokenizer = await asyncio.to_thread(served_model, config)
-    backend = pipelines(config, decode_directory(await directory({})), find)
+    backend = pipelines(config, await directory({}), find)
     backend.start()
     try:
         async with asyncio.timeout(CONNECT_DEADLINE_S):
@@ -158,13 +157,13 @@ async def build_row_app(
         raise NotReadyError("; ".join(backend.problems()) or "no rank serves") from None
     freeze_heap()
     http = msgspec.structs.replace(config.http, access_log=False, request_timeout_s=DAY_S)
+    log = msgspec.structs.replace(config.log, prompts=False)
     app = build_app(
         backend,
         tokenizer,
         model,
-        http,
+        msgspec.structs.replace(config, http=http, log=log),
         telemetry=telemetry,
-        limits=config.limits,
         tracer=build_tracer(config, model.name),
     )
     app.app_state.grammars.start()
@@ -174,7 +173,7 @@ async def build_row_app(
 async def build_ingress_app(
     config: TandemConfig,
     directory: Directory,
-    launcher: Launcher,
+    launcher: LauncherApi,
     find: FindRanks,
     batches: BatchService | None = None,
     telemetry: Telemetry | None = None,
@@ -191,17 +190,10 @@ async def build_ingress_app(
         backend,
         tokenizer,
         model,
-        config.http,
+        config,
         telemetry=telemetry,
-        rank_metrics=launcher.metrics,
-        ranks=launcher.status,
-        tracing=TraceSource(launcher.trace, launcher.offset),
-        scale=launcher.scale,
-        batch_service=batches,
-        batch=config.batch,
-        share_between_keys=config.kv.share_between_keys,
-        limits=config.limits,
-        logs_prompts=config.log.prompts,
+        launcher=launcher,
+        batches=batches,
         tracer=tracer,
     )
 

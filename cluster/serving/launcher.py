@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.telemetry.telemetry import merge_expositions
-from cluster.fleet.codec import decode_scale, decode_trace, encode_scale
+from cluster.fleet.replies import checked
 from cluster.fleet.tracing import ROUNDS, estimate_offset
 from cluster.http.admin import FIRST_RANK_PID
 from contracts.clock import monotonic_s
@@ -45,12 +45,13 @@ class Launcher:
 
     async def trace(self, seconds: float) -> TraceResponse:
         with _answers("trace_failed"):
-            return decode_trace(await self._groups.trace.remote(seconds, FIRST_RANK_PID))
+            found: TraceResponse = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
+        return found
 
     async def scale(self, requested: ScaleTarget | None) -> ScaleState:
         with _answers("scale_request_failed"):
-            body = b"" if requested is None else encode_scale(requested)
-            return decode_scale(*await self._groups.scale.remote(body))
+            found: ScaleState = checked(await self._groups.scale.remote(requested))
+        return found
 
     async def offset(self) -> ClockOffset:
         """Return by how much this process's clock is ahead of the launcher's."""

@@ -26,22 +26,12 @@ from actors.channels.loop_watchdog import EventLoopWatchdog
 from actors.telemetry.telemetry import Telemetry
 from cluster.batch.store import has_unfinished
 from cluster.fleet.adoption import adopt, kill_orphans
-from cluster.fleet.codec import (
-    decode_config,
-    decode_directory,
-    decode_target,
-    decode_wanted,
-    encode_config,
-    encode_directory,
-    encode_failure,
-    encode_scale,
-    encode_trace,
-)
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.launch import launch
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.replies import Directory, ScrapeTarget, checked, failure_reply
 from cluster.fleet.tracing import TraceLock
 from cluster.http.app import App
 from cluster.http.batch_types import BatchService
@@ -58,6 +48,7 @@ from contracts.errors import ConfigError, LaunchError, ResourceError, TandemErro
 from contracts.interpreter import watch_interpreter
 from contracts.logs import event, set_up_logging
 from contracts.ranks import RankStatus
+from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import TaskSpan, TraceResponse, boot_identity
 
 log = logging.getLogger("tandem.serve")
@@ -79,16 +70,18 @@ class Groups:
     the ranks run, and Serve starts it again after a failure, three times.
     """
 
-    def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
+    def __init__(
+        self, config: TandemConfig, launch_id: str = "", application: str | None = None
+    ) -> None:
         """Start the launch.
 
         application: None: that of this replica; empty: an actor of a bulk job, whose ranks end with
         it and are not adopted.
         """
-        given = self._config = decode_config(config)
+        self._config = config
         self._launch_id = launch_id
-        self._launcher_waits = self._is_direct = given.http.front == "direct"
-        self._ingress_failure = b""
+        self._launcher_waits = self._is_direct = config.http.front == "direct"
+        self._ingress_failure: TandemError | None = None
         self._ingress_listens = False
         if application is None:
             context = serve.get_replica_context()
@@ -97,8 +90,8 @@ class Groups:
                 raise ConfigError("deployments: Groups: give it one replica, which owns all ranks")
         self._resources = contextlib.ExitStack()
         if not self._is_direct:  # `tandem serve` has done the same
-            self._config = with_environment(given, os.environ, application)
-            if given.log.folder is not None:
+            self._config = with_environment(config, os.environ, application)
+            if config.log.folder is not None:
                 folder = log_folder(self._config, os.environ)
                 self._config = self._resources.enter_context(folder)
         set_up_logging("groups", self._config.log)
@@ -108,7 +101,7 @@ class Groups:
         self._batches: Any | None = None
         self._starting = threading.Lock()
         self._application = application
-        self._launch = self._threads.submit(self._run, given)
+        self._launch = self._threads.submit(self._run, config)
 
     def _run(self, given: TandemConfig) -> Fleet:
         """Adopt the ranks of a previous replica, or launch new ones."""
@@ -147,7 +140,7 @@ class Groups:
         """Id of the launcher; empty for `serve run`."""
         return self._launch_id
 
-    async def ingress_failed(self, failure: bytes) -> bool:
+    async def ingress_failed(self, failure: TandemError) -> bool:
         """Record why an ingress did not start.
 
         Returns whether a launcher waits and will report it.
@@ -155,8 +148,8 @@ class Groups:
         self._ingress_failure = failure
         return self._launcher_waits
 
-    async def ingress_failure(self) -> bytes:
-        """Return the last error of an ingress, or an empty string."""
+    async def ingress_failure(self) -> TandemError | None:
+        """Return the last error of an ingress."""
         return self._ingress_failure
 
     async def ingress_listens(self) -> None:
@@ -171,11 +164,11 @@ class Groups:
         """Record that the launcher has reported the server as ready."""
         self._launcher_waits = False
 
-    async def config(self) -> bytes:
+    async def config(self) -> TandemConfig:
         """Return the configuration of the application."""
-        return encode_config(self._config)
+        return self._config
 
-    async def directory(self, suspects: dict[str, str] | None = None) -> bytes:
+    async def directory(self, suspects: dict[str, str] | None = None) -> Directory | TandemError:
         """Return the addresses of the ranks once they run, or the launch error.
 
         suspects: client addresses of prefill workers that a router has lost, with reasons;
@@ -184,31 +177,28 @@ class Groups:
         try:
             fleet = await self._fleet()
         except Exception as error:  # noqa: BLE001 - raised by every caller of directory()
-            return encode_failure(error)
+            return failure_reply(error)
         fleet.replace(suspects or {})
-        return encode_directory(fleet.directory)
+        return fleet.directory
 
-    async def scale(self, requested: bytes) -> tuple[bytes, bytes]:
+    async def scale(self, requested: ScaleTarget | None) -> ScaleState | TandemError:
         """Start a scale and return its progress, or the error.
 
-        requested: empty: only return the progress.
+        requested: None: only return the progress.
         """
         fleet = await self._fleet()
         try:
-            state = (
-                await asyncio.to_thread(fleet.scale, decode_wanted(requested))
-                if requested
-                else fleet.scale_state
-            )
+            if requested is not None:
+                return await asyncio.to_thread(fleet.scale, requested)
         except TandemError as error:
-            return b"", encode_failure(error)
-        return encode_scale(state), b""
+            return error
+        return fleet.scale_state
 
-    async def export(self, target: bytes) -> None:
+    async def export(self, target: ScrapeTarget) -> None:
         """Register a process that is not a rank as a scrape target; repeated while it lives."""
         fleet = await self._fleet()
         if fleet.scrape_targets is not None:
-            fleet.scrape_targets.lease(decode_target(target))
+            fleet.scrape_targets.lease(target)
 
     async def problem(self, token: bytes) -> str:
         """Return why the ranks launched with this token cannot serve, or an empty string."""
@@ -259,14 +249,14 @@ class Groups:
         fleet = await self._fleet()
         return await asyncio.to_thread(fleet.spans, SPANS_TIMEOUT_S)
 
-    async def trace(self, seconds: float, first_pid: int) -> bytes:
+    async def trace(self, seconds: float, first_pid: int) -> TraceResponse:
         """Record a trace of the next seconds on this process's clock; one at a time."""
         fleet, since_s = await self._fleet(), monotonic_s()
         if (refused_s := self._tracing.begin(seconds)) is not None:
-            return encode_trace(TraceResponse(refused_s=refused_s))
+            return TraceResponse(refused_s=refused_s)
         try:
             await asyncio.sleep(seconds)
-            return await asyncio.to_thread(_traced, fleet, seconds, since_s, first_pid)
+            return await asyncio.to_thread(fleet.trace, seconds, since_s, first_pid)
         finally:
             self._tracing.end()
 
@@ -313,8 +303,8 @@ class ServedGroups(Groups):
 class Ingress:
     """HTTP front. Each replica has its own connections to the ranks."""
 
-    def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
-        self._config = decode_config(config)
+    def __init__(self, config: TandemConfig, groups: DeploymentHandle) -> None:
+        self._config = config
         self._groups = groups
         self._front: HttpServer | None = None
         self._app: App | None = None
@@ -354,14 +344,14 @@ class Ingress:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             event(log, "ingress_failed", logging.INFO, reason=reason, trace=_trace_of(error))
-            if not await self._groups.ingress_failed.remote(encode_failure(error)):
+            if not await self._groups.ingress_failed.remote(failure_reply(error)):
                 raise
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
     async def _build(self) -> ASGIApp:
-        directory = decode_directory(await self._groups.directory.remote())
-        config = decode_config(await self._groups.config.remote())  # of the launcher's environment
+        directory: Directory = checked(await self._groups.directory.remote())
+        config: TandemConfig = await self._groups.config.remote()  # of the launcher's environment
         self._config = with_environment(config, os.environ, config.serve.name)
         set_up_logging("ingress", self._config.log)
         telemetry = Telemetry()
@@ -399,14 +389,10 @@ class Ingress:
 
         After a redeployment, addresses of the new ranks are ignored.
         """
-        found = decode_directory(await self._groups.directory.remote(suspects))
+        found: Directory = checked(await self._groups.directory.remote(suspects))
         if self._token in (b"", found.token):
             self._found = found.client_addresses | found.prefill_addresses
         return self._found
-
-
-def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:
-    return encode_trace(fleet.trace(seconds, since_s, first_pid))
 
 
 def _has_failed(application: str) -> bool:
@@ -446,5 +432,4 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         graceful_shutdown_timeout_s=5 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(serve.ingress()(Ingress))
-    body = encode_config(config)
-    return ingress.bind(body, groups.bind(body, launch_id))
+    return ingress.bind(config, groups.bind(config, launch_id))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import httpx
 from ray.serve.handle import DeploymentHandle
 
-from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.colocation import colocate
 from cluster.fleet.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.placements import check_placement_file, read_local_shares
+from cluster.fleet.replies import Directory, checked
 from cluster.http.server import bind, check_public, check_tls
 from cluster.serving import application
 from cluster.serving.log_folder import log_folder
@@ -70,10 +70,9 @@ def serving(
         deployed = application.deploy(config)
         try:
             limit_s = config.groups.ready_timeout_s
-            body = application.wait_for_reply(
-                deployed, "directory", limit_s, "the ranks were not up"
+            directory: Directory = checked(
+                application.wait_for_reply(deployed, "directory", limit_s, "the ranks were not up")
             )
-            directory = decode_directory(body)
             scheme = "http" if config.http.tls_certificate is None else "https"
             url = f"{scheme}://{_url_host(config.http.host)}:{config.http.port}"
             _wait_healthy(url, deployed, limit_s)

@@ -10,8 +10,15 @@ from typing import Any
 
 import msgspec
 
-from contracts.config import BUNDLED, InputPath, OutputFolder, ServeConfig, TandemConfig
-from contracts.config.trace import FROM_ENVIRONMENT, TRACES_PATH
+from contracts.config import (
+    BUNDLED,
+    FROM_ENVIRONMENT,
+    TRACES_PATH,
+    InputPath,
+    OutputFolder,
+    ServeConfig,
+    TandemConfig,
+)
 from contracts.errors import ConfigError
 
 KEY_VARIABLE = "TANDEM_API_KEY"

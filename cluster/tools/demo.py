@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +15,14 @@ from rich.table import Table
 from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
-from cluster.observe.status_client import busy_seconds
+from cluster.observe.server_client import Server
+from cluster.observe.status_client import fetch_status, print_status
 from cluster.observe.terminal import Terminal
 from cluster.serving.server import RunningServer, serving
 from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.loading import load_config
-from contracts.ranks import RankStatus
 
 
 class DemoTask(NamedTuple):
@@ -112,8 +111,10 @@ def run_demo(trace: Path | None, environment: Mapping[str, str]) -> int:
     environment = {k: v for k, v in environment.items() if k != KEY_VARIABLE}
     with serving(config, environment=environment) as served:
         console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
-        for table in (_classification, _chats, _ranks):
+        for table in (_classification, _chats):
             console.print(table(served))
+        server = Server(served.url)
+        print_status(server, fetch_status(server))
         if trace is not None:
             write_chrome_trace(served.groups.spans.remote().result(timeout_s=TIMEOUT_S), trace)
             console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev)")
@@ -200,35 +201,11 @@ def _chat(client: openai.OpenAI, priority: str, question: str) -> ChatResult:
     return ChatResult("".join(pieces), first_s - started_s, tpot_s, len(pieces))
 
 
-def _ranks(served: RunningServer) -> Table:
-    statuses: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
-    title = f"Ranks ({served.directory.backend} channels)"
-    right = ("compute ms", "A2E+E2A sent kB", "KV blocks used")
-    table = _table(title, ("rank", "plans (batches)", "chosen by"), right)
-    for status in statuses:
-        sections = defaultdict(dict[str, float], status.sections)
-        blocks = sections["kv_blocks"]
-        table.add_row(
-            status.name,
-            _most_frequent(sections["plans"]),
-            _most_frequent(sections["chosen_by"]),
-            f"{1e3 * busy_seconds(status):.0f}",
-            f"{sections['channel_bytes'].get('sent', 0) / 1e3:.0f}",
-            f"{sum(blocks.values()) - blocks['free']:.0f}" if blocks else "–",
-        )
-    return table
-
-
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     table = Table(*left, title=title, title_justify="left")
     for heading in right:
         table.add_column(heading, justify="right")
     return table
-
-
-def _most_frequent(counts: dict[str, float]) -> str:
-    most = sorted(counts.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} ({count:.0f})" for name, count in most) or "–"
 
 
 def _short(text: str, width: int) -> str:

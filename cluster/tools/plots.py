@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, writing
 from contracts.traces import TRANSFERS, Stage, TaskSpan
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -29,12 +29,10 @@ def pyplot(option: str) -> Any:
 def saving_figure(figure: Any, path: Path, option: str) -> Iterator[None]:
     """Write and close the figure after the block. Raises ConfigError."""
     check_format(path, option)
-    try:
-        yield
+    yield
+    with writing(option, path):
         figure.tight_layout()
         figure.savefig(path, dpi=150, facecolor="white")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 def check_format(path: Path, option: str) -> None:

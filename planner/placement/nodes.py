@@ -108,14 +108,14 @@ def solve_on_nodes(
     routing: LayerRouting, slots_per_rank: Sequence[int], levels: LinkLevels, *, seed: int = 0
 ) -> Line:
     """Return a layer's placement. Ranks of a node are consecutive."""
-    plain = solve_layer(routing, slots_per_rank, seed=seed).expert_of_slot
+    plain = solve_layer(routing, slots_per_rank, seed=seed)
     fitted, kept = split(routing)
     if not levels.outer_fraction or not len(kept.sets_PK):
         return plain
     of_node = levels.slots(slots_per_rank)
     found = [_exchanged(fitted, plain, slots_per_rank, levels)]
     if max(of_node) <= routing.num_experts:
-        by_node = solve_layer(routing, of_node, seed=seed).expert_of_slot
+        by_node = solve_layer(routing, of_node, seed=seed)
         found.append(_divided(fitted, by_node, slots_per_rank, levels))
     top_k, ranks = routing.sets_PK.shape[1], len(slots_per_rank)
     objective = Objective(usual_costs(top_k, ranks), 1.0, float(top_k), ranks)

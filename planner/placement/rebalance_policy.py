@@ -158,10 +158,9 @@ def _solve_layer(
 ) -> _LayerMove | None:
     """Return the move of one layer, or None if it stays unchanged."""
     slots, before = current.slots_per_rank, current.expert_of_slot[layer]
-    placed = solve_layer(
+    line = solve_layer(
         routing.layer(position), slots, costs=prices.costs, start=before, max_moves=max_moves
     )
-    line = placed.expert_of_slot
     if line == before:
         return None
     saved, gains = list[float](), list[float]()

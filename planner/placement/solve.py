@@ -7,7 +7,6 @@ experts in order, is discarded.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from planner.placement.layout import (
     totals,
     usual_costs,
 )
-from planner.placement.routing import LayerRouting, Measured, TokenCounts, local_share, measure
+from planner.placement.routing import LayerRouting, TokenCounts, local_share, measure
 from planner.placement.search import descend, fill, improved, starts
 from planner.placement.slots import (
     Line,
@@ -46,19 +45,6 @@ FINE = 0.6  # of a mean expert's share of the rank
 LOCAL = 0.2  # discount of a layer's price if all pairs are on the rank of their token id
 
 
-class PlacedLayer(NamedTuple):
-    """Solution of one layer.
-
-    expert_of_slot: rank after rank. measured: on the held-out sample; baseline: the same of the
-    `start`, or experts in order. moves: experts that ranks load.
-    """
-
-    expert_of_slot: Line
-    measured: Measured
-    baseline: Measured
-    moves: int
-
-
 def solve_layer(
     routing: LayerRouting,
     slots_per_rank: Sequence[int],
@@ -68,12 +54,13 @@ def solve_layer(
     max_moves: int | None = None,
     work: int = WORK,
     seed: int = 0,
-) -> PlacedLayer:
-    """Return the best placement found; equal arguments give equal results.
+) -> Line:
+    """Return the expert of each slot, rank after rank, of the best placement found.
 
-    costs: default: `usual_costs`. start: present expert of each slot, from which the search begins;
-    a moved expert has to save `costs.move`, and at most `max_moves` move. work: limit of a search
-    from other starts. Raises ConfigError if slots do not fit."""
+    Equal arguments give equal results. costs: default: `usual_costs`. start: present expert of each
+    slot, from which the search begins; a moved expert has to save `costs.move`, and at most
+    `max_moves` move. work: limit of a search from other starts. Raises ConfigError if slots do not
+    fit."""
     check_slots(routing.num_experts, slots_per_rank)
     ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
     fitted, kept = split(routing)
@@ -176,7 +163,7 @@ def _select_better(
     after: Line,
     *,
     following: bool,
-) -> PlacedLayer:
+) -> Line:
     """Return `after` if it is better on the held-out sample, otherwise `before`."""
     was, now = (measure(kept, layer_slots(line, slots_per_rank)) for line in (before, after))
     tokens, top_k = kept.sets_PK.shape
@@ -184,9 +171,8 @@ def _select_better(
     mean = top_k / len(slots_per_rank)
     price_was, price_now = (float(objective.price(m.copies, m.load * mean)) for m in (was, now))
     moves = sum(moved(before, after, slots_per_rank)) if following else 0
-    if not tokens or price_now >= price_was * (1 - moves * costs.move):
-        after, now, moves = before, was, 0
-    return PlacedLayer(after, now, was, moves)
+    is_better = tokens and price_now < price_was * (1 - moves * costs.move)
+    return after if is_better else before
 
 
 HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run is held out

@@ -31,7 +31,6 @@ from planner.routing.open_requests import OpenRequests, RequestWork
 from planner.routing.prefix_index import BlockHead, BlockHeadIndex, PendingBlocks, block_head_keys
 from planner.routing.router import (
     RouteCandidate,
-    RouteDecision,
     RoutePolicy,
     Router,
     prefix_while_busy,
@@ -130,7 +129,7 @@ class Dispatch(NamedTuple):
     """A request to send now."""
 
     prompt: Prompt
-    decision: RouteDecision
+    worker: int
 
 
 Locality = Callable[[Sequence[int], int], Sequence[float]]
@@ -200,10 +199,10 @@ class Backlog:
         if self._locality is not None:
             local = self._locality(token_ids, blocks * self._router.config.block_tokens)
             candidates = [c._replace(local=round(local[c.worker] * c.added)) for c in candidates]
-        chosen = self._policies[lane](candidates, len(self)) if candidates else None
-        if chosen is None:
+        if not candidates:
             self._unassigned[prompt.key] = held
             return False
+        chosen = self._policies[lane](candidates)
         worker = chosen.worker
         cached_tokens = self._router.cached_tokens(prompt, chosen.matched_blocks)
         self._held[worker].open(prompt, cached_tokens)
@@ -296,7 +295,8 @@ class Backlog:
 
     def _dispatch(self, key: RequestKey, worker: int) -> Dispatch:
         prompt = self._remove(key, is_dispatched=True).prompt
-        return Dispatch(prompt, self._router.assign(prompt, worker))
+        self._router.assign(prompt, worker)
+        return Dispatch(prompt, worker)
 
     def remove(self, key: RequestKey) -> None:
         """Remove a cancelled request, if it is held."""

@@ -1,6 +1,6 @@
 """The router of prefill-only requests (MoE-Prefill, Section 7).
 
-    saturation filter → longest contiguous match over committed ∪ pending → least load
+    longest contiguous match over committed ∪ pending → least load
 
 A router's view of a worker is the fold of the worker's log (planner/routing/worker_state.py), equal
 for all routers, and its *own* requests that the worker has not accepted yet. Pure: the caller
@@ -40,21 +40,11 @@ class RouteCandidate(NamedTuple):
     local: int = 0
 
 
-RoutePolicy = Callable[[Sequence[RouteCandidate], int], RouteCandidate | None]
-
-"""(candidates by worker, at least one; requests routed before) → choice, or None to wait."""
-
-
-def prefix_then_load(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate | None:
-    """Return the unsaturated worker with the longest match, then the least load, then the first.
-
-    MoE-Prefill, Section 7.
-    """
-    open_ones = unsaturated(candidates)
-    return min(open_ones, key=_by_match_then_load) if open_ones else None
+RoutePolicy = Callable[[Sequence[RouteCandidate]], RouteCandidate]
+"""Choice among the candidates, at least one, in the order of workers."""
 
 
-def prefix_within_round(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
+def prefix_within_round(candidates: Sequence[RouteCandidate]) -> RouteCandidate:
     """Return the choice for a request that may wait: a worker is full one threshold above the best.
 
     Siblings then stay with a prefix that costs more to recompute than to wait for.
@@ -62,7 +52,7 @@ def prefix_within_round(candidates: Sequence[RouteCandidate], turn: int) -> Rout
     return _near(candidates, lambda soonest, threshold: soonest + threshold)
 
 
-def prefix_while_busy(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
+def prefix_while_busy(candidates: Sequence[RouteCandidate]) -> RouteCandidate:
     """Return the choice for a background request: a worker is full at twice the best completion.
 
     Later requests fill the other workers' queues; without any, those take over (`Backlog.take`).
@@ -74,15 +64,10 @@ def _near(candidates: Sequence[RouteCandidate], limit: Callable[[int, int], int]
     """Return the longest match, then the least load, among workers below `limit`."""
     soonest = min(c.load + c.added for c in candidates)
     near = [c for c in candidates if c.load + c.added < limit(soonest, c.threshold)]
-    return min(near, key=_by_match_then_load)
+    return min(near, key=by_match_then_load)
 
 
-def unsaturated(candidates: Sequence[RouteCandidate]) -> list[RouteCandidate]:
-    """Return the candidates below the threshold (F3 of the paper, for the next batch)."""
-    return [candidate for candidate in candidates if candidate.queued < candidate.threshold]
-
-
-def _by_match_then_load(candidate: RouteCandidate) -> tuple[int, int, int]:
+def by_match_then_load(candidate: RouteCandidate) -> tuple[int, int, int]:
     load = candidate.load - LOAD_FOR_SAVED * candidate.saved - candidate.local
     return -candidate.matched_blocks, load, candidate.worker
 
@@ -96,23 +81,12 @@ class RouterConfig(NamedTuple):
     block_tokens: int = 16
 
 
-class RouteDecision(NamedTuple):
-    """The choice for a request; cached_tokens: expected. added: the request's work there."""
-
-    worker: int
-    cached_tokens: int
-    added: int
-
-
 class Router:
     """State and decisions of one router. Not thread-safe."""
 
-    def __init__(
-        self, config: RouterConfig, work: RequestWork, policy: RoutePolicy = prefix_then_load
-    ) -> None:
+    def __init__(self, config: RouterConfig, work: RequestWork) -> None:
         self.config = config
         self._work = work
-        self._policy = policy
         self._states = [WorkerState(work, config.block_tokens) for _ in range(config.workers)]
         self._unaccepted = [OpenRequests(work) for _ in range(config.workers)]
         self._placed: dict[RequestKey, int] = {}  # worker of each unaccepted request
@@ -120,7 +94,6 @@ class Router:
         self._committed = PrefixIndex(config.workers)
         self._pending = PendingBlocks()  # of all open requests, accepted or not
         self._retired: set[int] = set()
-        self._turn = 0
 
     def retire(self, worker: int) -> None:
         """Stop routing to the worker; it finishes its requests."""
@@ -149,18 +122,12 @@ class Router:
         """Number of distinct committed and pending blocks."""
         return len(self._committed) + len(self._pending)
 
-    def route(self, prompt: Prompt) -> RouteDecision | None:
-        """Place and book a request; None if no worker takes it now."""
-        candidates = self.candidates(prompt)
-        chosen = self._policy(candidates, self._turn) if candidates else None
-        if chosen is None:
-            return None
-        return self._book(prompt, chosen.worker, chosen.matched_blocks, chosen.added)
-
-    def assign(self, prompt: Prompt, worker: int) -> RouteDecision:
-        """Book a request with a given worker."""
-        matched_blocks = self._match(worker, prompt)
-        return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
+    def assign(self, prompt: Prompt, worker: int) -> None:
+        """Book a request with a worker."""
+        cached_tokens = self.cached_tokens(prompt, self._match(worker, prompt))
+        self._unaccepted[worker].open(prompt, cached_tokens)
+        self._pending.add(worker, prompt.hashes)
+        self._placed[prompt.key] = worker
 
     def candidates(
         self,
@@ -263,14 +230,6 @@ class Router:
         self._clear(worker)
         self._set_threshold(worker)
         return [*accepted_keys, *unaccepted]
-
-    def _book(self, prompt: Prompt, worker: int, matched_blocks: int, added: int) -> RouteDecision:
-        cached_tokens = self.cached_tokens(prompt, matched_blocks)
-        self._unaccepted[worker].open(prompt, cached_tokens)
-        self._pending.add(worker, prompt.hashes)
-        self._placed[prompt.key] = worker
-        self._turn += 1
-        return RouteDecision(worker, cached_tokens, added)
 
     def _added(self, prompt: Prompt, matched_blocks: int) -> int:
         return self._work(self.cached_tokens(prompt, matched_blocks), prompt.prompt_tokens)

@@ -43,16 +43,6 @@ def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:
     return (length,) * whole + ((rest,) if rest else ())
 
 
-def transfer_threshold_flops(
-    *, transfer_s: float, layers: int, flops_per_s: float, margin_fraction: float = MARGIN_FRACTION
-) -> float:
-    """Return FLOPs of a batch whose layers last as long as the slowest expert transfer.
-
-    Eq. 1, reconstructed: (1 + gamma) * L * T_x * P.
-    """
-    return (1 + margin_fraction) * layers * transfer_s * flops_per_s
-
-
 def calibrated_threshold(
     calibration: Calibration, work: RequestWork, margin_fraction: float = MARGIN_FRACTION
 ) -> int:

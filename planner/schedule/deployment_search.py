@@ -24,21 +24,6 @@ DEFAULT_MAX_R2 = 64
 _BALANCED = 0.85  # busy fraction from which on a group counts as busy
 
 
-class BatchOverhead(NamedTuple):
-    """Time of an attention rank outside the layers: per batch, micro-batch and sample."""
-
-    batch_ms: float = 0.0
-    micro_batch_ms: float = 0.0
-    sample_ms: float = 0.0
-
-    def of(self, planned: PlannedBatch) -> float:
-        per_micro_batch_ms = self.micro_batch_ms * planned.plan.r1
-        return self.batch_ms + per_micro_batch_ms + self.sample_ms * planned.samples
-
-
-NO_OVERHEAD = BatchOverhead()
-
-
 class Split(NamedTuple):
     """The plan of one split of the devices.
 
@@ -51,7 +36,6 @@ class Split(NamedTuple):
     planned: PlannedBatch | None
     problem: str = ""
     layers: tuple[StageModels, ...] = ()
-    overhead: BatchOverhead = NO_OVERHEAD
 
     @property
     def samples_per_s(self) -> float:
@@ -112,27 +96,13 @@ def layer_stages(workload: Workload, deployment: Deployment) -> tuple[StageModel
     )
 
 
-def batch_overhead(workload: Workload) -> BatchOverhead:
-    def of(micro_batches: int, samples: int) -> float:
-        return serving_ms(
-            workload.hardware,
-            workload.shape,
-            micro_batches=micro_batches,
-            sequences=samples,
-            tokens=samples * workload.sequence_tokens,
-        )
-
-    batch_ms = of(0, 0)
-    return BatchOverhead(batch_ms, of(1, 0) - batch_ms, of(0, 1) - batch_ms)
-
-
 def with_overhead(
     planned: PlannedBatch,
     spec: PlanSpec,
     layers: Sequence[StageModels],
-    overhead: BatchOverhead = NO_OVERHEAD,
+    workload: Workload | None = None,
 ) -> PlannedBatch:
-    """Return `planned` with the makespan of its actual layers and with the batch overhead.
+    """Return `planned` with the makespan of its actual layers and a batch's time outside of them.
 
     A plan is found for the mean of the layers. That mean is too short if different stages limit
     different layers.
@@ -145,7 +115,15 @@ def with_overhead(
                 for stages in layers
             ]
         )
-    return msgspec.structs.replace(planned, makespan_ms=makespan_ms + overhead.of(planned))
+    if workload is not None:
+        makespan_ms += serving_ms(
+            workload.hardware,
+            workload.shape,
+            micro_batches=planned.plan.r1,
+            sequences=planned.samples,
+            tokens=planned.samples * workload.sequence_tokens,
+        )
+    return msgspec.structs.replace(planned, makespan_ms=makespan_ms)
 
 
 def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
@@ -159,9 +137,9 @@ def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2:
 def planned_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
     """Return the split. Raises the errors of `plan_spec`."""
     spec = plan_spec(workload, deployment, max_r2)
-    layers, overhead = layer_stages(workload, deployment), batch_overhead(workload)
-    planned = with_overhead(solve(spec), spec, layers, overhead)
-    return Split(deployment, spec, planned, layers=layers, overhead=overhead)
+    layers = layer_stages(workload, deployment)
+    planned = with_overhead(solve(spec), spec, layers, workload)
+    return Split(deployment, spec, planned, layers=layers)
 
 
 def search(workload: Workload, solve: Solve, max_r2: int = DEFAULT_MAX_R2) -> SplitComparison:

@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 
-from cluster.fleet.codec import Directory
+from cluster.fleet.replies import Directory
 from cluster.http.app import build_app
 from cluster.http.schemas import ModelInfo
 from cluster.serving.ingress_app import pipelines
-from contracts.config import HttpConfig
+from contracts.config import TandemConfig
 from models.text.tokenizer import Tokenizer
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
 from tests.support.tiny_models import make_tiny_checkpoint
@@ -90,7 +90,7 @@ async def entered_by_each() -> dict[str, list[str]]:
             backend.start()
             await backend.wait_ready()
             model = ModelInfo(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
-            app = build_app(backend, Tokenizer.load(texts), model, HttpConfig())
+            app = build_app(backend, Tokenizer.load(texts), model, TandemConfig())
             found = {path: await _send_request(entered, app, path, body) for path, body in REQUESTS}
             await backend.close()
             return found

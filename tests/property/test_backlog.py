@@ -37,9 +37,9 @@ class Front:
             self.backlog.put(prompt, lane)
 
     def send(self) -> None:
-        for prompt, decision in self.backlog.take():
+        for prompt, worker in self.backlog.take():
             self.sent.append(prompt)
-            self.router.apply(self.workers[decision.worker].accept(prompt))
+            self.router.apply(self.workers[worker].accept(prompt))
 
     def step(self, worker: int) -> None:
         if self.workers[worker].queue:
@@ -142,7 +142,7 @@ def test_requests_wait_until_a_worker_is_present() -> None:
     assert front.backlog.take() == []
     front.router.apply(LoggingWorker(1, quadratic_work, UNLIMITED, epoch=1).append_report())
     front.backlog.settle()
-    assert [release.decision.worker for release in front.backlog.take()] == [1]
+    assert [release.worker for release in front.backlog.take()] == [1]
 
 
 def test_siblings_share_a_home_but_not_that_of_a_cancelled_request() -> None:

@@ -56,7 +56,7 @@ def homes(rows: list[list[int]], *, with_tokens: bool) -> list[int]:
         hashes = tuple(chain_hashes(tokens, BLOCK))
         prompt = Prompt(RequestKey(0, number), len(tokens), hashes)
         backlog.put(prompt, Lane.LATER, tokens if with_tokens else ())
-        found += [release.decision.worker for release in backlog.take()]
+        found += [release.worker for release in backlog.take()]
     return found
 
 

@@ -31,7 +31,7 @@ from planner.placement.slots import (
     first_homes,
     layer_slots,
 )
-from planner.placement.solve import sample_of, solve_layer
+from planner.placement.solve import sample_of, solve_layer, split
 from tests.support.made_up_routing import any_routing
 from tests.support.placements import replicated
 
@@ -56,19 +56,21 @@ def layers(draw: st.DrawFn) -> Layer:
 @given(layers())
 def test_placement_is_valid_and_no_worse_than_contiguous(layer: Layer) -> None:
     routing, slots = layer
-    placed = solve_layer(routing, slots)
-    line, top_k = placed.expert_of_slot, routing.sets_PK.shape[1]
+    line, top_k = solve_layer(routing, slots), routing.sets_PK.shape[1]
     assert len(line) == sum(slots)
     assert set(line) == set(range(routing.num_experts))
     for low, high in bounds_of(slots):
         assert len(set(line[low:high])) == high - low
     costs = usual_costs(top_k, len(slots))
+    fitted, kept = split(routing)
+    in_order = contiguous_line(fitted.load(), slots)
+    figures = [measure(kept, layer_slots(each, slots)) for each in (line, in_order)]
     better = []
     for limit in (float("inf"), costs.load_limit):
         objective = Objective(costs._replace(load_limit=limit), 1.0, float(top_k), len(slots))
         solved, baseline = (
             float(objective.price(found.copies, found.load * top_k / len(slots)))
-            for found in (placed.measured, placed.baseline)
+            for found in figures
         )
         better.append(solved <= baseline + 1e-9)
     assert any(better)

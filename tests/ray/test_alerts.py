@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from cluster.http.server import free_port
-from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped, until
 from tests.support.prometheus import is_installed
 
@@ -25,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="no prometheus: apt-get install prometheus"),
 ]
 
-QUICK = TimeScale(faster=15.0, interval_s=0.5)
+FASTER = 15.0
 AT_ONCE = 8  # requests
 LATE_S = 1.6  # the objective has 1 s
 
@@ -68,7 +67,7 @@ def world(
         "priority.be_max_wait_s=1.8",  # LATE_S is near it
         "channel.heartbeat_timeout_s=10",  # a rank that stands still for LATE_S is not lost
     ]
-    watched = Watched(QUICK, targets=[f"127.0.0.1:{other_port}"])
+    watched = Watched(FASTER, targets=[f"127.0.0.1:{other_port}"])
     with contextlib.ExitStack() as stack:
         yield World(stack, tmp_path_factory.mktemp("prometheus"), watched, settings)
 

@@ -16,7 +16,6 @@ import psutil
 
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
-from dashboards.rules import TimeScale
 from tests.support.prometheus import Prometheus, config_of
 from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
@@ -26,9 +25,9 @@ LONG_PROMPT = "a long story that is told again and again and again. " * 20
 
 
 class Watched(NamedTuple):
-    """pace: of the rules. targets: "host:port" that are scraped beside the server's processes."""
+    """faster: pace of the rules. targets: "host:port" scraped beside the server's processes."""
 
-    pace: TimeScale
+    faster: float
     scrape_s: float = 1.0
     targets: Sequence[str] = ()
 
@@ -48,7 +47,7 @@ class World:
             list(watched.targets),
             listed=folder,
             scrape_s=watched.scrape_s,
-            pace=watched.pace,
+            faster=watched.faster,
         )
         self.prometheus = stack.enter_context(Prometheus(folder, config))
         self._numbers = itertools.count()

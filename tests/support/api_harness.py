@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from cluster.batch.service import Batches
 from cluster.batch.store import Store
 from cluster.classification.classify import ClassifyTask, TokenizedRow, tokenize_rows
 from cluster.http.app import App, build_app
-from cluster.http.request_context import FetchRankStatus, ScaleRanks, TraceSource
 from cluster.http.row_client import RowClient
 from cluster.http.schemas import ModelInfo
 from cluster.http.server import HttpServer
@@ -26,9 +25,11 @@ from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
-from contracts.config import BatchConfig, HttpConfig, LimitsConfig
-from contracts.errors import RequestError
-from contracts.traces import ClockOffset
+from contracts.config import BatchConfig, HttpConfig, LimitsConfig, LogConfig, TandemConfig
+from contracts.errors import NotReadyError, RequestError
+from contracts.ranks import RankStatus
+from contracts.scaling import ScaleState, ScaleTarget
+from contracts.traces import ClockOffset, TraceResponse
 from models.text.tokenizer import Tokenizer
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.tiny_tokenizer import EOS
@@ -138,9 +139,24 @@ class Api:
         self.openai.close()
 
 
-async def no_offset() -> ClockOffset:
-    """Return a `TraceSource` offset of zero."""
-    return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
+class FakeLauncher:
+    """A `LauncherApi` with the given methods; ranks without metrics, on this clock."""
+
+    def __init__(self, status: Any = None, trace: Any = None, scale: Any = None) -> None:
+        self.status = status or self._no_ranks
+        self.trace, self.scale = trace or self._absent, scale or self._absent
+
+    async def _absent(self, _: object) -> Any:
+        raise NotReadyError("this launcher cannot do that")
+
+    async def _no_ranks(self) -> list[RankStatus]:
+        return []
+
+    async def metrics(self) -> str:
+        return ""
+
+    async def offset(self) -> ClockOffset:
+        return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
 
 
 @contextlib.contextmanager
@@ -151,9 +167,9 @@ def serve_api(
     *,
     eos_text: str = EOS,
     config: LimitsConfig | None = None,
-    fetch_status: FetchRankStatus | None = None,
-    tracing: TraceSource | None = None,
-    scale: ScaleRanks | None = None,
+    fetch_status: Callable[[], Awaitable[list[RankStatus]]] | None = None,
+    trace: Callable[[float], Awaitable[TraceResponse]] | None = None,
+    scale: Callable[[ScaleTarget | None], Awaitable[ScaleState]] | None = None,
     logs_prompts: bool = False,
     tracer: RequestTracer | None = None,
     storage: Path | None = None,
@@ -164,8 +180,8 @@ def serve_api(
     """Serve the API in front of `ranks`.
 
     config: section `limits`.
-    fetch_status: ranks' state.
-    tracing, scale, logs_prompts, tracer: see `build_app`.
+    fetch_status, trace, scale: methods of a launcher.
+    logs_prompts: log.prompts. tracer: see `build_app`.
     storage, storage_url, batch: local folder, filesystem and settings of files and batches.
     limits: fields of RoutingConfig.
     """
@@ -198,15 +214,15 @@ def serve_api(
             backend,
             tokenizer,
             model,
-            settings,
-            limits=config or LimitsConfig(),
-            ranks=fetch_status,
-            tracing=tracing,
-            scale=scale,
-            logs_prompts=logs_prompts,
+            TandemConfig(
+                http=settings,
+                limits=config or LimitsConfig(),
+                log=LogConfig(prompts=logs_prompts),
+                batch=batch,
+            ),
+            launcher=FakeLauncher(fetch_status, trace, scale),
             tracer=tracer,
-            batch_service=batches,
-            batch=batch,
+            batches=batches,
         )
         apps.append(app)
         if batches is not None:

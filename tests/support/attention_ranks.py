@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, least_work
+from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
@@ -87,7 +87,6 @@ def run_ranks(
     waiting: int = 0,
     known: int | None = None,
     path: Path | None = None,
-    choose: Choose = least_work,
     reply: Callable[[Submit], list[int]] = counted_on,
     **limits: Any,
 ) -> None:
@@ -113,7 +112,7 @@ def run_ranks(
         clients = [connect(*each) for each in directory.items()]
         finds = {} if known is None else {"find": find, "connect": connect}
         config = RoutingConfig(**limits)
-        placer = LeastWorkPlacer(clients, config, choose, **finds)  # type: ignore[arg-type]
+        placer = LeastWorkPlacer(clients, config, **finds)  # type: ignore[arg-type]
         try:
             async with started(placer) as backend:
                 if known is None:

@@ -126,7 +126,7 @@ class PrefillPipeline(PipelineBackend):
 
     def __init__(self, backlog: PrefillPlacer) -> None:
         super().__init__(backlog)
-        self.load = backlog.load
+        self.load = backlog._router.load
         self.number = backlog.number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import time
@@ -15,11 +16,13 @@ import yaml
 from cluster.fleet.targets_file import SUFFIX
 from cluster.http.server import free_port
 from contracts.errors import LaunchError
-from dashboards.rules import NORMAL, TimeScale, alerts_file, recording_file
+from dashboards.rules import MIN_BATCHES, alerts_file, recording_file
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 EVERYTHING = ".*"
+EVALUATED_EVERY_S = 0.5
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Points(NamedTuple):
@@ -38,19 +41,30 @@ def is_installed() -> bool:
     return shutil.which("prometheus") is not None
 
 
+def _at_pace(rules: dict[str, Any], faster: float) -> dict[str, Any]:
+    """The rules with shorter durations, but of at least two evaluations."""
+
+    def shorter(duration: str) -> str:
+        seconds = int(duration[:-1]) * _UNITS[duration[-1]] / faster
+        return f"{round(1e3 * max(seconds, 2 * EVALUATED_EVERY_S))}ms"
+
+    (group,) = rules["groups"]
+    for rule in group["rules"]:
+        windows = re.sub(r"\[(\w+)]", lambda found: f"[{shorter(found[1])}]", rule["expr"])
+        rule["expr"] = windows.replace(f"> {MIN_BATCHES}", f"> {MIN_BATCHES / faster:g}")
+        if "for" in rule:
+            rule["for"] = shorter(rule["for"])
+    return {"groups": [group | {"interval": f"{round(1e3 * EVALUATED_EVERY_S)}ms"}]}
+
+
 def config_of(
-    folder: Path,
-    targets: list[str],
-    *,
-    listed: Path | None = None,
-    scrape_s: float = 1.0,
-    pace: TimeScale = NORMAL,
+    folder: Path, targets: list[str], *, listed: Path, scrape_s: float, faster: float
 ) -> Path:
     """A configuration, written there, by which the /metrics of each "host:port" is scraped, and
-    whom launchers list in a folder; with rules at that pace."""
-    files = {"recording.yml": recording_file(pace), "alerts.yml": alerts_file(pace)}
+    whom launchers list in a folder; with rules that are `faster`."""
+    files = {"recording.yml": recording_file(), "alerts.yml": alerts_file()}
     for name, rules in files.items():
-        (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
+        (folder / name).write_text(yaml.safe_dump(_at_pace(rules, faster)), encoding="utf-8")
     interval = f"{round(1e3 * scrape_s)}ms"
     config = {
         "global": {"scrape_interval": interval, "scrape_timeout": interval},
@@ -60,7 +74,7 @@ def config_of(
                 "job_name": "tandem",
                 "honor_labels": True,
                 "static_configs": [{"targets": targets, "labels": {"cluster": "tandem"}}],
-                "file_sd_configs": [{"files": [f"{listed}/*{SUFFIX}"]}] if listed else [],
+                "file_sd_configs": [{"files": [f"{listed}/*{SUFFIX}"]}],
             }
         ],
     }

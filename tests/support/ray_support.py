@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.fleet.codec import decode_directory
+from cluster.fleet.replies import Directory, checked
 from cluster.serving.server import RunningServer
 
 REPLY_TIMEOUT_S = 60.0
@@ -37,5 +37,5 @@ def processes_of(title: str) -> list[psutil.Process]:
 
 def rank_pids(served: RunningServer) -> dict[str, int]:
     """Return the process ids of the application's ranks by name."""
-    body = served.groups.directory.remote().result(timeout_s=REPLY_TIMEOUT_S)
-    return {rank.name: rank.pid for rank in decode_directory(body).ranks}
+    found: Directory = checked(served.groups.directory.remote().result(timeout_s=REPLY_TIMEOUT_S))
+    return {rank.name: rank.pid for rank in found.ranks}

@@ -17,6 +17,7 @@ from contracts.config import HttpConfig, TandemConfig
 from contracts.messages import Finished, Scored, Submit, TokenLogprob, Tokens
 from contracts.requests import Usage
 from contracts.scaling import ScaleState, ScaleTarget
+from tests.support.api_harness import FakeLauncher
 
 KEY = "a-key-of-the-fuzzer"
 OPERATOR_KEY = "a-key-of-the-operator"
@@ -89,7 +90,13 @@ def fuzzed_app(backend: StubBackend | None = None) -> tuple[ASGIApp, StubBackend
         max_batch_items=MAX_BATCH_ITEMS,
     )
     backend = backend or StubBackend()
-    return build_app(backend, tokenizer, model, http, scale=scaled), backend
+    return build_app(
+        backend,
+        tokenizer,
+        model,
+        TandemConfig(http=http),
+        launcher=FakeLauncher(scale=scaled),
+    ), backend
 
 
 async def scaled(requested: ScaleTarget | None) -> ScaleState:

@@ -11,7 +11,7 @@ from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.bench.bench import Bench
 from cluster.tools.bench.workload import LatencyStats, LoadSummary, RequestResult
 from cluster.tools.plots import pyplot, saving_figure
-from contracts.errors import ConfigError
+from contracts.errors import writing
 
 _ROWS = (
     ("time to first token", "ttft"),
@@ -121,11 +121,9 @@ def _number(value: float | None) -> str:
 
 def write_result(found: Bench, path: Path) -> None:
     """Write the result with every request. Raises ConfigError."""
-    try:
-        tree = result_json(found, detailed=True)
+    tree = result_json(found, detailed=True)
+    with writing("--output", path):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(tree)) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from None
 
 
 def draw_bench(found: Bench, path: Path) -> None:

@@ -19,6 +19,7 @@ from cluster.tools.bulk.requester import MAX_TOKENS, RequestTask
 from cluster.tools.bulk.sources import Source
 from cluster.tools.bulk.windows import WindowLimits
 from contracts.errors import ConfigError
+from contracts.json_input import read_json_file
 from contracts.requests import Priority
 
 _HEAD_BYTES = 64 << 10
@@ -227,13 +228,11 @@ def _requests(options: argparse.Namespace, template: str) -> RequestTask | None:
     return RequestTask(kind="generate", template=template, fields=fields, is_json=is_json)
 
 
-def _schema(path: Path) -> Any:
+def _schema(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--schema {path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--schema {path}: not valid JSON: {error}") from None
+        return read_json_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"--schema {error.message}") from None
 
 
 def parse_fields(option: str, given: list[str]) -> dict[str, Any]:

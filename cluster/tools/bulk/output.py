@@ -32,7 +32,7 @@ from cluster.tools.bulk.journal import (
 )
 from cluster.tools.bulk.records import Reject
 from cluster.tools.bulk.windows import Window
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, writing
 
 JOB, LEDGER, REJECTED, SUMMARY = "job.json", "ledger.jsonl", "rejected.jsonl", "summary.json"
 LOCK = ".lock"
@@ -107,11 +107,9 @@ def journal_name(window: int) -> str:
 
 def _claim(folder: Path) -> BinaryIO:
     """Create the folder and lock it until this process ends."""
-    try:
+    with writing("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("wb")
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

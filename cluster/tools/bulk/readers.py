@@ -4,7 +4,7 @@ import csv
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow
@@ -18,117 +18,107 @@ MAX_CSV_ROW_CHARACTERS = 8 << 20
 BATCH_ROWS = 4096
 
 
-class LineReader:
-    """JSONL reader. read: of the decompressed file. position: returns its compressed bytes read."""
+class OpenFile(NamedTuple):
+    """Rows of a file, in order, and a function that returns how many of its bytes are consumed.
 
-    def __init__(
-        self,
-        name: str,
-        size_bytes: int,
-        read: Callable[[int], bytes],
-        position: Callable[[], int],
-        fields: Fields,
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._name, self._read, self._fields = name, read, fields
-        self._position = position
-        self._decoder = msgspec.json.Decoder()
-        self._names = [(name, json.dumps(name).encode()) for name in _column_names(fields)]
-
-    @property
-    def read_bytes(self) -> int:
-        return self._position()
-
-    def __iter__(self) -> Iterator[InputRecord]:
-        for number, line in enumerate(split_lines(self._read), start=1):
-            yield self._record(f"{self._name}:{number}", line)
-
-    def _record(self, place: str, line: bytes | None) -> InputRecord:
-        if line is None:
-            return Reject(place, place, f"the line is longer than {MAX_LINE_BYTES} bytes")
-        try:
-            values: Any = self._decoder.decode(line)
-            repeated = self._repeated_name(line)
-        except UnicodeDecodeError as error:
-            return Reject(place, place, f"not UTF-8 at byte {error.start}")
-        except (msgspec.DecodeError, ValueError) as error:
-            reason = f"not valid JSON: {error}" if line.strip() else "empty line"
-            return Reject(place, place, reason)
-        except RecursionError:
-            return Reject(place, place, "not usable JSON: nested too deeply")
-        if not isinstance(values, dict):
-            return Reject(place, place, f"expected a JSON object, got {type(values).__name__}")
-        if repeated is not None:
-            return Reject(place, place, f"{repeated}: occurs twice in the object")
-        return parse_record(self._fields, place, values)
-
-    def _repeated_name(self, line: bytes) -> str | None:
-        """Return a field that an object states twice, of which decoders keep the last value."""
-        for name, quoted in self._names:
-            if line.count(quoted) > 1:
-                pairs = json.loads(line, object_pairs_hook=list)
-                if sum(pair[0] == name for pair in pairs) > 1:
-                    return name
-        return None
-
-
-class CsvReader:
-    """CSV reader. Quotes follow RFC 4180: a quoted value may have line ends.
-
-    A row with a quote that is never closed, or with text behind a closing quote, is rejected, and
-    the next line begins a row: such a quote takes no other row with it. Values are bytes, each
-    decoded alone.
+    The rows raise OSError or ArrowException where the file cannot be read.
     """
 
-    def __init__(
-        self,
-        name: str,
-        size_bytes: int,
-        read: Callable[[int], bytes],
-        position: Callable[[], int],
-        fields: Fields,
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._name, self._fields = name, fields
-        self._position = position
-        self._lines = _CsvLines(read)
-        header = next(self._rows(), None)
-        if not isinstance(header, list):
-            raise ConfigError(f"{name}: the header cannot be read: {header or 'there is none'}")
-        self._header = [column.decode() for column in header]
-        self._columns = _present(name, fields, self._header)
+    rows: Iterator[InputRecord]
+    position: Callable[[], int]
 
-    @property
-    def read_bytes(self) -> int:
-        return self._position()
 
-    def __iter__(self) -> Iterator[InputRecord]:
-        for number, row in enumerate(self._rows(), start=1):
-            place = f"{self._name}:{number}"
-            if isinstance(row, str):
-                yield Reject(place, place, row)
-            elif len(row) != len(self._header):
-                reason = f"{len(row)} columns where the header has {len(self._header)}"
-                yield Reject(place, place, reason)
-            else:
-                values: dict[str, object] = dict(zip(self._header, row, strict=True))
-                yield parse_record(self._fields, place, values)
+def read_lines(name: str, read: Callable[[int], bytes], fields: Fields) -> Iterator[InputRecord]:
+    """Yield the rows of JSONL. read: of the decompressed file."""
+    decode = msgspec.json.Decoder().decode
+    names = [(column, json.dumps(column).encode()) for column in _column_names(fields)]
+    for number, line in enumerate(split_lines(read), start=1):
+        place = f"{name}:{number}"
+        try:
+            values = _object(line, decode, names)
+        except ValueError as error:
+            yield Reject(place, place, str(error))
+        else:
+            yield parse_record(fields, place, values)
 
-    def _rows(self) -> Iterator[list[bytes] | str]:
-        """Yield the values of each row, or why it cannot be read."""
-        csv.field_size_limit(MAX_CSV_ROW_CHARACTERS)
-        reader = csv.reader(self._lines, strict=True)
-        while True:
-            first = self._lines.begin_row()
-            try:
-                row = next(reader, None)
-            except csv.Error as error:
-                self._lines.retry_after_first()
-                yield f"line {first}: {_csv_reason(str(error))}"
-                continue
-            if row is None:
-                return
-            yield [value.encode("utf-8", "surrogateescape") for value in row or [""]]
+
+def _object(
+    line: bytes | None, decode: Callable[[bytes], Any], names: Sequence[tuple[str, bytes]]
+) -> dict[str, object]:
+    """Return the object of a line. Raises ValueError. names: of columns, plain and quoted."""
+    if line is None:
+        raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        values = decode(line)
+        repeated = _repeated_name(line, names)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(f"not valid JSON: {error}" if line.strip() else "empty line") from None
+    except RecursionError:
+        raise ValueError("not usable JSON: nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, got {type(values).__name__}")
+    if repeated is not None:
+        raise ValueError(f"{repeated}: occurs twice in the object")
+    return values
+
+
+def _repeated_name(line: bytes, names: Sequence[tuple[str, bytes]]) -> str | None:
+    """Return a field that an object states twice, of which decoders keep the last value."""
+    for name, quoted in names:
+        if line.count(quoted) > 1:
+            pairs = json.loads(line, object_pairs_hook=list)
+            if sum(pair[0] == name for pair in pairs) > 1:
+                return name
+    return None
+
+
+def read_csv(name: str, read: Callable[[int], bytes], fields: Fields) -> Iterator[InputRecord]:
+    """Return the rows of CSV. Raises ConfigError if its header does not fit.
+
+    Quotes follow RFC 4180: a quoted value may have line ends. A row with a quote that is never
+    closed, or with text behind a closing quote, is rejected, and the next line begins a row: such a
+    quote takes no other row with it. Values are bytes, each decoded alone.
+    """
+    rows = _csv_rows(_CsvLines(read))
+    first = next(rows, None)
+    if not isinstance(first, list):
+        raise ConfigError(f"{name}: the header cannot be read: {first or 'there is none'}")
+    header = [column.decode() for column in first]
+    _present(name, fields, header)
+    return _csv_records(name, rows, header, fields)
+
+
+def _csv_records(
+    name: str, rows: Iterator[list[bytes] | str], header: Sequence[str], fields: Fields
+) -> Iterator[InputRecord]:
+    for number, row in enumerate(rows, start=1):
+        place = f"{name}:{number}"
+        if isinstance(row, str):
+            yield Reject(place, place, row)
+        elif len(row) != len(header):
+            yield Reject(place, place, f"{len(row)} columns where the header has {len(header)}")
+        else:
+            values: dict[str, object] = dict(zip(header, row, strict=True))
+            yield parse_record(fields, place, values)
+
+
+def _csv_rows(lines: "_CsvLines") -> Iterator[list[bytes] | str]:
+    """Yield the values of each row, or why it cannot be read."""
+    csv.field_size_limit(MAX_CSV_ROW_CHARACTERS)
+    reader = csv.reader(lines, strict=True)
+    while True:
+        first = lines.begin_row()
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            lines.retry_after_first()
+            yield f"line {first}: {_csv_reason(str(error))}"
+            continue
+        if row is None:
+            return
+        yield [value.encode("utf-8", "surrogateescape") for value in row or [""]]
 
 
 class _CsvLines:
@@ -187,30 +177,22 @@ def _csv_reason(message: str) -> str:
     return message
 
 
-class ParquetReader:
-    """Parquet reader. Converts one batch at a time to Python objects."""
+def read_parquet(name: str, size_bytes: int, file: pyarrow.NativeFile, fields: Fields) -> OpenFile:
+    """Convert one batch at a time to Python objects."""
+    parquet = pyarrow.parquet.ParquetFile(file)
+    names = _present(name, fields, parquet.schema_arrow.names)
+    total, number = max(1, parquet.metadata.num_rows), 0
 
-    def __init__(
-        self, name: str, size_bytes: int, file: pyarrow.NativeFile, fields: Fields
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._name, self._fields = name, fields
-        self._file = pyarrow.parquet.ParquetFile(file)
-        self._columns = _present(name, fields, self._file.schema_arrow.names)
-        self._rows = 0
+    def rows() -> Iterator[InputRecord]:
+        nonlocal number
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
+            columns = [_values(batch.column(column)) for column in names]
+            for values in zip(*columns, strict=True):
+                number += 1
+                row = dict(zip(names, values, strict=True))
+                yield parse_record(fields, f"{name}:{number}", row)
 
-    @property
-    def read_bytes(self) -> int:
-        rows = int(self._file.metadata.num_rows)
-        return self.size_bytes * self._rows // max(1, rows)
-
-    def __iter__(self) -> Iterator[InputRecord]:
-        for batch in self._file.iter_batches(BATCH_ROWS, columns=self._columns):
-            columns = {name: _values(batch.column(name)) for name in self._columns}
-            for index in range(batch.num_rows):
-                self._rows += 1
-                values = {name: column[index] for name, column in columns.items()}
-                yield parse_record(self._fields, f"{self._name}:{self._rows}", values)
+    return OpenFile(rows(), lambda: size_bytes * number // total)
 
 
 def _values(column: pyarrow.Array) -> list[Any]:

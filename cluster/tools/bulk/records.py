@@ -1,8 +1,5 @@
 """Types of a bulk job's rows, from file to answer."""
 
-from collections.abc import Iterator
-from typing import Protocol
-
 import msgspec
 
 RowId = str | int
@@ -70,21 +67,6 @@ class RowRejection(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 RowOutcome = RowAnswer | GeneratedRow | RowRejection
-
-
-class RecordReader(Protocol):
-    """Reader of one file. read_bytes: consumed so far, of size_bytes."""
-
-    size_bytes: int
-
-    @property
-    def read_bytes(self) -> int: ...
-
-    def __iter__(self) -> Iterator[InputRecord]:
-        """Yield the rows in order.
-
-        Raises OSError or ArrowException where the file cannot be read.
-        """
 
 
 def parse_record(fields: Fields, place: str, values: dict[str, object]) -> InputRecord:

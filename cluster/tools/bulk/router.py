@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from cluster.fleet.codec import decode_config, decode_directory
 from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.replies import Directory, checked
 from cluster.routing.pipeline_backend import Backend
 from cluster.serving.application import groups_handle
 from cluster.serving.ingress_app import build_row_app, pipelines, served_model
@@ -28,6 +28,7 @@ from cluster.tools.bulk.driver import RouterLostError
 from cluster.tools.bulk.job import model_digest
 from cluster.tools.bulk.records import RowOutcome, RowRequest
 from cluster.tools.bulk.requester import RowRequester
+from contracts.config import TandemConfig
 from contracts.errors import JobError, TandemError
 from contracts.interpreter import freeze_heap
 from contracts.logs import event
@@ -42,23 +43,15 @@ ROUTER_TIMEOUT_S = 15.0  # it shares cores with workers, and imports torch at it
 MAX_LOSSES = 5  # consecutive, without an answer in between
 
 
-# at import: msgspec crashes if two threads create a type's first decoder at once
-_decode_bulk = msgspec.msgpack.Decoder(BulkTask).decode
-_decode_rows = msgspec.msgpack.Decoder(list[RowRequest]).decode
-# a text: an error as a value, since an exception in an actor would arrive with its traceback
-_decode_outcomes = msgspec.msgpack.Decoder(list[RowOutcome] | str).decode
-
-
 class BulkRouter:
     """Router actor. groups: the actor that owns the workers; None: the running application's."""
 
-    def __init__(self, config: bytes, bulk: bytes, groups: Any | None) -> None:
-        self._config = decode_config(config)
-        self._bulk = _decode_bulk(bulk)
+    def __init__(self, config: TandemConfig, bulk: BulkTask, groups: Any | None) -> None:
+        self._config, self._bulk = config, bulk
         self._groups = groups
         self._answering: RowClassifier | RowRequester | None = None
         self._backend: Backend | None = None
-        self._directory = b""
+        self._directory: Directory | None = None
         self._is_replaced = False  # the application has been deployed again: its ranks are others
 
     async def open(self) -> str:
@@ -75,11 +68,11 @@ class BulkRouter:
     async def _open(self) -> RowClassifier | RowRequester:
         groups = self._groups or await self._find_groups()
 
-        async def directory(suspects: dict[str, str]) -> bytes:
-            body: bytes = await groups.directory.remote(suspects)
-            found, known = decode_directory(body), self._directory or body
-            self._is_replaced |= found.token != decode_directory(known).token
-            self._directory = known if self._is_replaced else body
+        async def directory(suspects: dict[str, str]) -> Directory:
+            found: Directory = checked(await groups.directory.remote(suspects))
+            known = self._directory or found
+            self._is_replaced |= found.token != known.token
+            self._directory = known if self._is_replaced else found
             return self._directory
 
         if (requests := self._bulk.requests) is not None:
@@ -91,9 +84,9 @@ class BulkRouter:
         model, tokenizer = await asyncio.to_thread(served_model, self._config)
 
         async def find(suspects: dict[str, str]) -> dict[str, str]:
-            return decode_directory(await directory(suspects)).prefill_addresses
+            return (await directory(suspects)).prefill_addresses
 
-        scorer = pipelines(self._config, decode_directory(await directory({})), find)
+        scorer = pipelines(self._config, await directory({}), find)
         self._backend = scorer
         scorer.start()
         await scorer.wait_serving(WORKER_WAIT_S)
@@ -119,9 +112,8 @@ class BulkRouter:
             else:
                 return groups
 
-    def _adopt_config(self, body: bytes) -> None:
+    def _adopt_config(self, served: TandemConfig) -> None:
         """Use the application's present settings. Raises JobError if its model is another one."""
-        served = decode_config(body)
         folders = [resolve_model_folder(one.model.path) for one in (self._config, served)]
         if folders[0] != folders[1] and len({model_digest(folder) for folder in folders}) > 1:
             raise JobError(
@@ -130,13 +122,13 @@ class BulkRouter:
             )
         self._config = msgspec.structs.replace(served, serve=self._config.serve)
 
-    async def answer(self, rows: bytes) -> bytes:
+    async def answer(self, rows: list[RowRequest]) -> list[RowOutcome] | TandemError:
+        """Return the outcomes, or an error: an exception would arrive with its traceback."""
         assert self._answering is not None, "open() comes first"
-        requests = _decode_rows(rows)
         try:
-            return msgspec.msgpack.encode(await self._answering.answer(requests))
+            return await self._answering.answer(rows)
         except TandemError as error:
-            return msgspec.msgpack.encode(error.message)
+            return error
 
     async def ping(self) -> list[str] | None:
         """Show that the event loop runs; return one line for each unavailable worker.
@@ -168,7 +160,7 @@ class RayRouter:
     async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
         actor = await self._ready()
         try:
-            body: bytes = await actor.answer.remote(msgspec.msgpack.encode(rows))
+            found: list[RowOutcome] | TandemError = await actor.answer.remote(rows)
         except RayActorError as error:
             if self._actor is actor:  # several calls may report one loss
                 self._actor = None
@@ -180,8 +172,7 @@ class RayRouter:
         except RayError as error:
             reason = str(error).strip().partition("\n")[0]
             raise JobError(f"the Ray cluster is lost: {reason}; run again with --resume") from None
-        found: list[RowOutcome] | str = _decode_outcomes(body)
-        if isinstance(found, str):
+        if isinstance(found, TandemError):
             raise JobError(f"the router gave up: {found}; run again with --resume")
         self._losses = 0
         return found
@@ -258,8 +249,7 @@ class RayRouter:
             self._notify("all workers are available again")
 
 
-def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
+def router_actor(config: TandemConfig, bulk: BulkTask, groups: Any | None) -> Any:
     """Start a BulkRouter on any node."""
-    body = msgspec.msgpack.encode(bulk)
     remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
-    return remote.remote(config, body, groups)
+    return remote.remote(config, bulk, groups)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.fleet.codec import encode_config
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.replies import ScrapeTarget
 from cluster.observe.terminal import Terminal
 from cluster.serving.application import groups_handle
 from cluster.tools.bulk.classifier import BulkTask
@@ -55,7 +55,7 @@ def run_bulk(
             unavailable_s=job.unavailable_s,
         )
         groups = found.start()
-        make = partial(router_actor, encode_config(found.config), bulk, groups)
+        make = partial(router_actor, found.config, bulk, groups)
         router = RayRouter(make, notify)
         driver = Driver(output, router, _settings(job, found.config), tally)
         try:
@@ -99,7 +99,7 @@ def _metrics_endpoint(config: TandemConfig, groups: Any | None, tally: RowTally)
     telemetry = Telemetry()
     tally.show(telemetry)
 
-    async def notify(target: bytes) -> None:
+    async def notify(target: ScrapeTarget) -> None:
         await (groups or groups_handle(config.serve.name)).export.remote(target)
 
     return MetricsEndpoint(config, telemetry, "bulk", f"bulk-{os.getpid()}", notify)

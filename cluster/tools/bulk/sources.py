@@ -12,15 +12,15 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pyarrow
 from pyarrow import fs
 
 from cluster.tools.bulk.output import JOB, LEDGER
-from cluster.tools.bulk.readers import CsvReader, LineReader, ParquetReader
-from cluster.tools.bulk.records import Fields, InputRecord, RecordReader, Reject
+from cluster.tools.bulk.readers import OpenFile, read_csv, read_lines, read_parquet
+from cluster.tools.bulk.records import Fields, InputRecord, Reject
 from contracts.errors import ConfigError, JobError
 
 FORMATS = {
@@ -97,15 +97,15 @@ class Source:
             digest.update(file.read(_END_BYTES))
         return SourceFile(name, size, digest.hexdigest())
 
-    def open(self, fields: Fields) -> RecordReader:
+    def open(self, fields: Fields) -> OpenFile:
         """Open the file. Raises ConfigError if its content or columns do not fit."""
         name, size = self.file.name, self.file.size_bytes
         try:
             raw = self._filesystem.open_input_file(self._path)
             if self._format == "parquet":
-                return ParquetReader(name, size, raw, fields)
+                return read_parquet(name, size, raw, fields)
             if size == 0:
-                return LineReader(name, size, raw.read, lambda: 0, fields)
+                return OpenFile(iter(()), lambda: 0)
 
             def position() -> int:
                 return size if raw.closed else int(raw.tell())
@@ -115,11 +115,10 @@ class Source:
                 stream = pyarrow.CompressedInputStream(raw, self._compression)
             start = stream.read(_END_BYTES)
             _check_start(name, start, self._format)
-            kind: Any = CsvReader if self._format == "csv" else LineReader
-            reader: RecordReader = kind(name, size, _read_from(start, stream), position, fields)
+            rows = read_csv if self._format == "csv" else read_lines
+            return OpenFile(rows(name, _read_from(start, stream), fields), position)
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read: {_one_line(error)}") from None
-        return reader
 
 
 def _read_from(start: bytes, stream: pyarrow.NativeFile) -> Callable[[int], bytes]:
@@ -207,11 +206,11 @@ def read_all(
     file follows. Raises JobError if a later attempt may succeed.
     """
     for source in sources:
-        reader = source.open(fields)
-        watch.begin(reader)
+        file = source.open(fields)
+        watch.begin(file.position)
         rows = 0
         try:
-            for record in reader:
+            for record in file.rows:
                 rows += 1
                 yield record
             source.check_unchanged()
@@ -226,7 +225,7 @@ def read_all(
             place = f"{name}:{rows + 1}"
             reason = f"the file cannot be read from here on: {_one_line(error)}"
             yield Reject(place, place, reason)
-        watch.end(reader)
+        watch.end(source.file.size_bytes)
 
 
 class ReadProgress:
@@ -235,19 +234,19 @@ class ReadProgress:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self._done_bytes = 0
-        self._current: RecordReader | None = None
+        self._position: Callable[[], int] | None = None
 
-    def begin(self, reader: RecordReader) -> None:
-        self._current = reader
+    def begin(self, position: Callable[[], int]) -> None:
+        self._position = position
 
-    def end(self, reader: RecordReader) -> None:
-        self._current = None
-        self._done_bytes += reader.size_bytes
+    def end(self, size_bytes: int) -> None:
+        self._position = None
+        self._done_bytes += size_bytes
 
     @property
     def fraction(self) -> float:
-        current = self._current
-        read = self._done_bytes + (current.read_bytes if current is not None else 0)
+        position = self._position
+        read = self._done_bytes + (position() if position is not None else 0)
         return min(1.0, read / self.total_bytes) if self.total_bytes else 1.0
 
 

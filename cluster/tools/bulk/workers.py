@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from cluster.fleet.codec import decode_config, decode_directory, encode_config
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import check_placement_file, read_local_shares
+from cluster.fleet.replies import checked
 from cluster.serving.application import check_present, groups_handle
 from cluster.serving.ray_session import ray_session
 from cluster.serving.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
@@ -40,7 +40,9 @@ def running_workers(
     with ray_session(config, environment, show_rank_logs=False):
         try:
             check_present(name)
-            body = groups_handle(name).config.remote().result(timeout_s=REPLY_TIMEOUT_S)
+            found: TandemConfig = (
+                groups_handle(name).config.remote().result(timeout_s=REPLY_TIMEOUT_S)
+            )
         except Exception as error:  # noqa: BLE001 - Serve raises various errors if no application is present
             first = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ResourceError(
@@ -48,7 +50,6 @@ def running_workers(
                 "start it (tandem serve), name another (--name), or give --model to start workers "
                 "for this job"
             ) from None
-        found = decode_config(body)
         serve = msgspec.structs.replace(found.serve, name=name)  # `serve run` sets the name
         yield WorkerSource(msgspec.structs.replace(found, serve=serve), lambda: None)
 
@@ -69,11 +70,11 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
         def start() -> Any:
             stack.enter_context(ray_session(config, environment, show_rank_logs=False))
             owner = ray.remote(num_cpus=0, resources=ON_HEAD)(Groups)
-            groups = owner.remote(encode_config(config), application="")
+            groups = owner.remote(config, application="")
             stack.callback(_close, groups)
             timeout_s = config.groups.ready_timeout_s
             try:
-                decode_directory(ray.get(groups.directory.remote(), timeout=timeout_s))
+                checked(ray.get(groups.directory.remote(), timeout=timeout_s))
             except ray.exceptions.GetTimeoutError:
                 raise LaunchError(
                     f"the workers were not up within {timeout_s:g} s (groups.ready_timeout_s)"

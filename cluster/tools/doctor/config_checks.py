@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,24 +35,9 @@ MIN_DESCRIPTORS = 4096
 GIB = 1 << 30
 
 
-def check_python() -> Finding:
-    good = sys.version_info >= (3, 11)
-    advice = "" if good else "use Python 3.11 or newer"
-    return Finding("python", "ok" if good else "error", platform.python_version(), advice)
-
-
-def check_packages() -> Finding:
-    found, missing = [], []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(package)
-    if missing:
-        return Finding(
-            "packages", "error", f"missing: {', '.join(missing)}", "in a clone: pip install -e ."
-        )
-    return Finding("packages", "ok", ", ".join(found))
+def report_versions() -> Finding:
+    packages = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES]
+    return Finding("versions", "ok", ", ".join([f"Python {platform.python_version()}", *packages]))
 
 
 def check_cores(config: TandemConfig) -> Finding:
@@ -187,8 +171,7 @@ def check_config(config: TandemConfig, environment: Mapping[str, str]) -> list[F
     """Run all checks in order. No check starts a process or uses the network."""
     model, spec = _model(config)
     return [
-        check_python(),
-        check_packages(),
+        report_versions(),
         check_cores(config),
         check_memory(),
         check_shared_memory(),

@@ -17,7 +17,7 @@ from cluster.fleet.placements import check_placement_file
 from cluster.tools.doctor.findings import Level
 from contracts import machine
 from contracts.config import TandemConfig
-from contracts.config.devices import check_device
+from contracts.device_modes import check_device
 from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec

@@ -23,7 +23,6 @@ from planner.costs.prefill_modes import (
 from planner.costs.stages import PlanSpec
 from planner.schedule.alternatives import Workload, prefill_group
 from planner.schedule.deployment_search import (
-    NO_OVERHEAD,
     Split,
     SplitComparison,
     judge,
@@ -163,7 +162,7 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
     else:
         verdict = _verdict(given, beyond=beyond)
     assert verdict.best.spec is not None
-    report = _report(verdict.best.spec, beyond=beyond, verdict=verdict)
+    report = _report(verdict.best.spec, beyond=beyond, verdict=verdict, workload=workload)
     if given.tier is not None:
         _add_offload(report.answer, workload, given.tier)
     if profiled is not None and before is not None:
@@ -207,7 +206,13 @@ def _verdict_of_placed(
     return judge(workload, splits)
 
 
-def _report(spec: PlanSpec, *, beyond: bool, verdict: SplitComparison | None = None) -> PlanReport:
+def _report(
+    spec: PlanSpec,
+    *,
+    beyond: bool,
+    verdict: SplitComparison | None = None,
+    workload: Workload | None = None,
+) -> PlanReport:
     solve(spec)  # one-time initialization is not part of a decision's time
     start_s = monotonic_s()
     solution = solve(spec)
@@ -215,10 +220,9 @@ def _report(spec: PlanSpec, *, beyond: bool, verdict: SplitComparison | None = N
     solve_ms = 1e3 * (monotonic_s() - start_s)
     ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
     layers = () if verdict is None else verdict.best.layers
-    overhead = NO_OVERHEAD if verdict is None else verdict.best.overhead
 
     def to_answer(planned: PlannedBatch) -> PlanAnswer:
-        return _answer(with_overhead(planned, spec, layers, overhead), ranks)
+        return _answer(with_overhead(planned, spec, layers, workload), ranks)
 
     answer = PlanReportAnswer(
         **msgspec.structs.asdict(to_answer(best)),

@@ -6,7 +6,7 @@ from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.plan.plan import PlanReport, PlanReportAnswer
 from cluster.tools.plots import draw_gantt
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, writing
 from contracts.traces import TaskSpan
 from planner.schedule.alternatives import Alternative
 from planner.schedule.deployment_search import SplitComparison
@@ -30,10 +30,8 @@ def write_picture(report: PlanReport, path: Path) -> None:
 
 def write_trace(report: PlanReport, path: Path) -> None:
     """Write all layers for https://ui.perfetto.dev. Raises ConfigError."""
-    try:
+    with writing("--trace", path):
         write_chrome_trace(_spans(report, "--trace"), path)
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot be written: {error.strerror}") from None
 
 
 def _spans(report: PlanReport, option: str) -> list[TaskSpan]:

@@ -119,7 +119,7 @@ class SolvedRouting:
         costs = _costs(self._workload, ranks)
 
         def line(routing: LayerRouting, slots: tuple[int, ...]) -> Line:
-            return solve_layer(routing, slots, costs=costs, work=work).expert_of_slot
+            return solve_layer(routing, slots, costs=costs, work=work)
 
         spare = self._profiled.spare_slots
         return _shape_of(self._profiled, self._workload, ranks, spare, line)

@@ -16,7 +16,6 @@ import yaml
 from contracts import metrics
 from contracts.metrics import MetricKind
 from dashboards.rules import (
-    TimeScale,
     alerts,
     alerts_file,
     anchor,
@@ -147,17 +146,6 @@ def test_rules_use_declared_metrics_and_recorded_series() -> None:
     for expression in expressions:
         used = set(re.findall(r"(?:\w+:)?tandem_\w+(?::\w+)?", expression))
         assert used <= known, used - known
-
-
-def test_faster_pace_shortens_windows_and_keeps_names() -> None:
-    quick = TimeScale(faster=60.0, interval_s=0.5)
-    assert [alert.name for alert in alerts(quick)] == [alert.name for alert in ALERTS]
-    assert list(recording_rules(quick)) == list(recording_rules())
-    assert quick.of(3600.0) == "1m"
-    assert quick.of(60.0) == "1s"
-    assert quick.of(0.0) == "0ms"
-    assert TimeScale(faster=1e6, interval_s=1.0).of(60.0) == "2s"
-    assert TimeScale().of(21_600.0) == "6h"
 
 
 @needs_promtool

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import RayServeException
 
-from cluster.fleet.codec import decode_config
 from cluster.serving.deployment_checks import check_options
 from cluster.serving.settings import KEY_VARIABLE, with_environment
 from contracts.config import TandemConfig
@@ -15,7 +14,9 @@ from deploy.args import WITHOUT_EFFECT
 
 
 def built(args: dict[str, Any]) -> TandemConfig:
-    return decode_config(build(args)._bound_deployment.init_args[0])
+    config = build(args)._bound_deployment.init_args[0]
+    assert isinstance(config, TandemConfig)
+    return config
 
 
 def test_environment_key_is_used_without_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,7 +390,7 @@ def test_every_key_is_printed_with_default_and_accepted_values(
 
 def test_every_key_has_a_meaning() -> None:
     without = [key.key for key in config_keys(TandemConfig()) if not key.meaning.endswith(".")]
-    assert not without, "put a sentence below the field in contracts/config"
+    assert not without, "put a sentence below the field in contracts/config.py"
 
 
 def test_every_time_and_size_has_a_unit() -> None:

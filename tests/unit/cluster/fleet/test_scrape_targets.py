@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.fleet.codec import ScrapeTarget
 from cluster.fleet.metrics_endpoint import LEASE_S, RETRY_S, ScrapeTargets, TargetsFile
+from cluster.fleet.replies import ScrapeTarget
 from contracts.config import TandemConfig
 from tests.support.manual_clock import ManualClock
 

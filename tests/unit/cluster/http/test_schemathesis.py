@@ -10,11 +10,10 @@ import pytest
 
 from benchmarks.robustness.fuzz.in_process import scaled
 from cluster.http.openapi import openapi_document
-from cluster.http.request_context import TraceSource
 from cluster.http.schemas import ModelInfo
 from contracts.config import HttpConfig
 from contracts.traces import TraceInfo, TraceResponse
-from tests.support.api_harness import Api, no_offset, serve_api
+from tests.support.api_harness import Api, serve_api
 from tests.support.api_properties import Fuzzed
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import CHATML, write_byte_level
@@ -41,10 +40,9 @@ async def _no_spans(seconds: float) -> TraceResponse:
 @pytest.fixture(scope="module")
 def api(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    tracing = TraceSource(_no_spans, no_offset)
     http = HttpConfig(max_batch_items=64)
     storage = tmp_path_factory.mktemp("batches")
-    with serve_api(folder, [rank], http, tracing=tracing, scale=scaled, storage=storage) as api:
+    with serve_api(folder, [rank], http, trace=_no_spans, scale=scaled, storage=storage) as api:
         yield api
 
 

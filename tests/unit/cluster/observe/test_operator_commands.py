@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 
 from cluster.cli.main import main
 from cluster.http import admin
-from cluster.http.request_context import TraceSource
 from cluster.http.server import free_port
 from cluster.observe import scale_client as client
 from cluster.observe import status_client
@@ -22,7 +21,7 @@ from contracts.errors import ConfigError, NotReadyError, OverloadError
 from contracts.ranks import RankStatus
 from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, RankTraceInfo, TraceInfo, TraceResponse
-from tests.support.api_harness import MODEL, Api, no_offset, serve_api
+from tests.support.api_harness import MODEL, Api, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.one_line_errors import error_line
 
@@ -301,8 +300,7 @@ def test_key_is_the_one_of_metrics(
     if command[0] == "trace":
         command = [*command, "--output", str(tmp_path / "out.json")]
     http = HttpConfig(api_keys=["client"], metrics_key="watcher")
-    source = _trace_source(trace)
-    with serve_api(folder, [_quiet_rank()], http, fetch_status=_answers(), tracing=source) as api:
+    with serve_api(folder, [_quiet_rank()], http, fetch_status=_answers(), trace=trace) as api:
         assert main([*command, "--url", api.url, "--api-key", "client"]) == 2
         assert "401: give the key of its http.metrics_key" in capsys.readouterr().err
         assert main([*command, "--url", api.url, "--api-key", "watcher"]) == 0
@@ -324,10 +322,6 @@ EVENT = {"ph": "X", "name": "attention L0 m0", "pid": 2, "tid": 1, "ts": 1.0, "d
 PROMPT = "my password is xyzzy"
 
 
-def _trace_source(trace: Callable[[float], Awaitable[TraceResponse]]) -> TraceSource:
-    return TraceSource(trace, no_offset)
-
-
 def _answer(**missing: str) -> TraceResponse:
     ranks = {"attention-0": RankTraceInfo(clock=CLOCK, spans=1, is_cut=True)}
     events = msgspec.Raw(msgspec.json.encode([EVENT]))
@@ -347,7 +341,7 @@ def test_trace_has_ranks_and_requests_without_content(
         return _answer(**{"expert-0": "no answer (TimeoutError)"})
 
     path = tmp_path / "out.json"
-    with serve_api(folder, [_quiet_rank()], tracing=_trace_source(trace)) as api:
+    with serve_api(folder, [_quiet_rank()], trace=trace) as api:
         arguments = ["trace", "--url", api.url, "--seconds", "1.5", "--output", str(path)]
         assert main(arguments) == 0
     whole = json.loads(path.read_text())
@@ -391,7 +385,7 @@ def test_concurrent_or_failed_trace_is_one_line_without_file(
         (fail, "503: the launcher of the ranks does not answer"),
         (never, "503: the ranks' traces did not arrive within 0.06 s"),
     ):
-        with serve_api(folder, [_quiet_rank()], tracing=_trace_source(fetch)) as api:
+        with serve_api(folder, [_quiet_rank()], trace=fetch) as api:
             arguments = ["trace", "--url", api.url, "--seconds", "0.01", "--output", str(path)]
             assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -20,7 +20,7 @@ from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
 from contracts.api_keys import ApiKey
-from contracts.config import HttpConfig, ScheduleConfig
+from contracts.config import HttpConfig, KvConfig, ScheduleConfig, TandemConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
 from models.text.tokenizer import Tokenizer
@@ -82,8 +82,10 @@ async def api_client(
         backend,
         tokenizer,
         model,
-        HttpConfig(api_keys=list(keys)),
-        share_between_keys=share_between_keys,
+        TandemConfig(
+            http=HttpConfig(api_keys=list(keys)),
+            kv=KvConfig(share_between_keys=share_between_keys),
+        ),
     )
     backend.start()
     await backend.wait_ready()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
-from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable, RankView, least_work
+from cluster.routing.least_work_placer import AttentionRank, LeastWorkPlacer, PrefixTable
 from cluster.routing.pipeline_backend import LoopThrottle, PipelineBackend, Pipelines
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import HandshakeError, OverloadError, PeerHungError, RankError
 from contracts.messages import Finished, Submit, Tokens
-from contracts.requests import Sampling, chain_hashes
+from contracts.requests import Priority, Sampling, chain_hashes
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async, until
 from tests.support.attention_ranks import run_ranks, with_ranks
@@ -175,24 +175,15 @@ async def test_local_running_rank_has_fourfold_heartbeat_timeout(is_known: bool)
     await fake.close()
 
 
-@given(
-    views=st.lists(
-        st.builds(
-            RankView,
-            name=st.text(max_size=3),
-            load_tokens=st.integers(0, 99),
-            prefix_tokens=st.integers(0, 99),
-        ),
-        min_size=1,
-    )
-)
-def test_chosen_rank_has_least_work(views: list[RankView]) -> None:
-    chosen = least_work(views)
-    assert chosen in views
-    assert all(
-        chosen.load_tokens - chosen.prefix_tokens <= other.load_tokens - other.prefix_tokens
-        for other in views
-    )
+@given(ls=st.integers(0, 99), be=st.integers(0, 99), blocks=st.integers(0, 4))
+def test_cost_of_a_rank_is_its_work_less_the_prefix(ls: int, be: int, blocks: int) -> None:
+    rank = AttentionRank(RankClient("attention-0", "", ME, QUICK), lambda: None, lambda: None)
+    rank.add_load(Priority.LS, ls, 1)
+    rank.add_load(Priority.BE, be, 1)
+    hashes = chain_hashes(range(8), 2)
+    rank.prefixes.add(hashes[:blocks])
+    assert rank.cost(Priority.LS, hashes, 2) == (ls - 2 * blocks, -2 * blocks)
+    assert rank.cost(Priority.BE, hashes, 2) == (ls + be - 2 * blocks, -2 * blocks)
 
 
 @given(

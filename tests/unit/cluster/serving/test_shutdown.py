@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from cluster.fleet.codec import encode_scale
 from cluster.serving import shutdown
 from cluster.serving.launcher import Launcher
 from cluster.serving.shutdown import drain, wait_for_shutdown, wait_idle
@@ -149,11 +148,11 @@ def test_status_without_launcher_is_not_ready(
 
 
 def test_launcher_receives_requests_and_clock_is_compared() -> None:
-    calls: list[bytes] = []
+    calls: list[ScaleTarget | None] = []
 
-    async def scale(body: bytes) -> tuple[bytes, bytes]:
-        calls.append(body)
-        return encode_scale(ScaleState()), b""
+    async def scale(requested: ScaleTarget | None) -> ScaleState:
+        calls.append(requested)
+        return ScaleState()
 
     async def clock() -> tuple[float, str]:
         return monotonic_s() - 3600, "another boot"
@@ -162,7 +161,7 @@ def test_launcher_receives_requests_and_clock_is_compared() -> None:
     requested = ScaleTarget(expert_ranks=2)
     assert asyncio.run(launcher.scale(requested)) == ScaleState()
     asyncio.run(launcher.scale(None))
-    assert calls == [encode_scale(requested), b""]
+    assert calls == [requested, None]
     ahead = asyncio.run(launcher.offset())
     assert ahead.applied_s == pytest.approx(3600, abs=1.0)
     assert not ahead.is_shared

@@ -63,7 +63,7 @@ def test_experts_used_together_share_a_node() -> None:
 @pytest.mark.parametrize("layer", [1, 3])
 def test_bundled_model_sends_less_between_nodes(layer: int) -> None:
     routing = bundled(layer)
-    plain = solve_layer(routing, SLOTS).expert_of_slot
+    plain = solve_layer(routing, SLOTS)
     line = solve_on_nodes(routing, SLOTS, LEVELS)
     before, after = (LEVELS.copies(sent_ranks(routing, each, SLOTS)) for each in (plain, line))
     best = min(

@@ -52,7 +52,7 @@ def test_prefix_wins_over_experts_and_load_bounds_their_weight() -> None:
     more = [[n] * BLOCK for n in range(3, 79, 2)]  # without a limit worker 1 would get them all
     for number, tokens in enumerate((document, [*document, *odd], odd, *more)):
         backlog.put(prompt_of(tokens, number), token_ids=tokens)
-        homes += [each.decision.worker for each in backlog.take()]
+        homes += [each.worker for each in backlog.take()]
     assert homes[:5] == [0, 0, 1, 1, 1]
     assert 10 < sum(homes) < len(homes) - 10
 
@@ -73,8 +73,8 @@ def test_requests_have_more_local_pairs_at_equal_load() -> None:
             ids = routing.ids_P[row].tolist()
             backlog.put(prompt_of([number, *ids], number), token_ids=ids)
             (sent,) = backlog.take()
-            local += int((group_E[routing.sets_PK[row]] == sent.decision.worker).sum())
-            load_W[sent.decision.worker] += len(row)
+            local += int((group_E[routing.sets_PK[row]] == sent.worker).sum())
+            load_W[sent.worker] += len(row)
         rates.append(local / (TOP_K * load_W.sum()))
         loads.append(load_W.max() / load_W.mean())
     assert rates[1] > rates[0] + 0.07

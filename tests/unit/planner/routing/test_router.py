@@ -9,6 +9,7 @@ from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from planner.routing.worker_state import MissingReportsError, WorkerState
+from tests.support.paper_routing import route_unsaturated
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 
 DOCUMENT = [7] * 5 * BLOCK
@@ -25,7 +26,7 @@ def sibling(number: int) -> Prompt:
 
 
 def placed(router: Router, prompts: list[Prompt]) -> list[int | None]:
-    decisions = [router.route(prompt) for prompt in prompts]
+    decisions = [route_unsaturated(router, prompt) for prompt in prompts]
     return [decision and decision.worker for decision in decisions]
 
 
