@@ -7,34 +7,15 @@ from collections.abc import Sequence
 from benchmarks.harness import Case, run_case
 from benchmarks.page import PAGE, build_page
 
-# Module of benchmarks/cases/ by case, in the order of the results page.
-CASES = {
-    "machine": "machine",
-    "engines": "engines",
-    "prefill_beside_transformers": "prefill_beside_transformers",
-    "beside_checkout": "beside_checkout",
-    "http_overhead": "http_overhead",
-    "time_to_ready": "time_to_ready",
-    "channels": "channels",
-    "device_model": "device_model",
-    "planned_overlap": "planned_overlap",
-    "solve_time": "solve_time",
-    "router_decision": "router_decision",
-    "router_simulation": "router_simulation",
-    "priorities_paper": "priorities",
-    "stored_experts": "stored_experts",
-    "offloaded_decode": "offloaded_decode",
-    "placement": "placement",
-    "shared_batches": "shared_batches",
-    "shared_load": "shared_load",
-    "mode_choice": "mode_choice",
-    "batch_kills": "batch_kills",
-    "bulk_kills": "bulk_kills",
-    "lm_eval_check": "lm_eval_check",
-    "slot_kernels": "slot_kernels",
-    "offloaded_on_gpu": "offloaded_on_gpu",
-    "streamed_on_gpu": "streamed_on_gpu",
-}
+# Modules of benchmarks/cases/, in the order of the results page.
+CASES = (
+    *("machine", "engines", "prefill_beside_transformers", "beside_checkout", "http_overhead"),
+    *("time_to_ready", "channels", "device_model", "planned_overlap", "solve_time"),
+    *("router_decision", "router_simulation", "priorities_paper", "stored_experts"),
+    *("offloaded_decode", "placement", "shared_batches", "shared_load", "mode_choice"),
+    *("batch_kills", "bulk_kills", "lm_eval_check", "slot_kernels", "offloaded_on_gpu"),
+    "streamed_on_gpu",
+)
 _USAGE = """usage: python -m benchmarks NAME [OPTIONS]   run one benchmark; --help lists its options
        python -m benchmarks --list           names and questions
        python -m benchmarks --page           rebuild docs/results.md from benchmarks/results/
@@ -42,10 +23,9 @@ _USAGE = """usage: python -m benchmarks NAME [OPTIONS]   run one benchmark; --he
 
 
 def load(name: str) -> Case:
-    """Import the module of a case. Raises KeyError."""
-    module = importlib.import_module(f"benchmarks.cases.{CASES[name]}")
-    case: Case
-    (case,) = [case for case in module.CASES if case.name == name]
+    """Import the module of a case."""
+    module = importlib.import_module(f"benchmarks.cases.{name}")
+    case: Case = module.CASE if hasattr(module, "CASE") else module.CASES[0]
     return case
 
 

@@ -66,6 +66,21 @@ class Case(NamedTuple):
     pictures: Sequence[str] = ()
 
 
+def documented_case(
+    document: str | None,
+    title: str,
+    measure: Callable[[argparse.Namespace], Measured],
+    tables: Callable[[dict[str, Any]], Sequence[Table]],
+    add_options: Callable[[argparse.ArgumentParser], None] = _no_options,
+    **more: Any,
+) -> Case:
+    """A case with the name of its module; its question is the first paragraph of `document`."""
+    question = " ".join((document or "").split("\n\n")[0].split())
+    return Case(
+        measure.__module__.rpartition(".")[2], title, question, measure, tables, add_options, **more
+    )
+
+
 class Result(msgspec.Struct, kw_only=True):
     """Content of a result file. samples: quantiles where they would exceed MAX_SAMPLES_BYTES."""
 

@@ -1,4 +1,4 @@
-"""A batch of `/v1/batches` with processes killed under it, driven by openai's client.
+"""A batch whose service, worker and ingress are killed: every request answered once.
 
     python -m benchmarks batch_kills                           100,000 requests, bundled model
     python -m benchmarks batch_kills --rows 1000000 --stub     all but the model
@@ -10,9 +10,7 @@ the requests that were under way, a killed worker those that it computed.
 import argparse
 import contextlib
 import json
-import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,8 +19,8 @@ from typing import Any
 
 import openai
 
-from benchmarks.cases.bulk_kills import start_server
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.cases.bulk_kills import add_server_options, serving, tables
+from benchmarks.harness import Measured, documented_case
 from benchmarks.support.bulk_rows import made_up
 from cluster.batch.run import rows_in_flight
 from cluster.http.server import free_port
@@ -91,26 +89,19 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     port = free_port()
     limit = ("--set", f"batch.in_flight_rows={options.in_flight}")
     storage = ("--set", f"batch.storage={folder}/batches", *limit, "--port", str(port))
-    with ray_head(dashboard=True) as head:
-        server = start_server(head, options, folder, *storage)
+    with ray_head(dashboard=True) as head, serving(head, options, folder, *storage):
         url = f"http://127.0.0.1:{port}/v1"
         client = openai.OpenAI(base_url=url, api_key="any", max_retries=20)
-        try:
-            with (folder / "rows.jsonl").open("rb") as file:
-                uploaded = client.files.create(file=file, purpose="batch")
-            batch = client.batches.create(
-                input_file_id=uploaded.id, endpoint=ENDPOINT, completion_window="24h"
-            )
-            killed, seconds = follow(client, head, batch.id, options)
-            found = client.batches.retrieve(batch.id)
-            if found.status != "completed" or found.output_file_id is None:
-                raise RuntimeError(f"{found.status}: {found.errors}")
-            check(client.files.content(found.output_file_id).iter_lines(), options.rows)
-        finally:
-            server.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(60.0)
-            server.kill()
+        with (folder / "rows.jsonl").open("rb") as file:
+            uploaded = client.files.create(file=file, purpose="batch")
+        batch = client.batches.create(
+            input_file_id=uploaded.id, endpoint=ENDPOINT, completion_window="24h"
+        )
+        killed, seconds = follow(client, head, batch.id, options)
+        found = client.batches.retrieve(batch.id)
+        if found.status != "completed" or found.output_file_id is None:
+            raise RuntimeError(f"{found.status}: {found.errors}")
+        check(client.files.content(found.output_file_id).iter_lines(), options.rows)
     repeating = sum("Ingress" not in victim for _, victim in killed)
     again = repeating * min(options.in_flight, rows_in_flight(options.rows))
     return {
@@ -123,35 +114,14 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    folder = Path(tempfile.mkdtemp(prefix="batch-kills-"))
-    try:
-        return Measured({}, run(options, folder), {}, "_stub" * options.stub)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def tables(summary: dict[str, Any]) -> list[Table]:
-    return [table_of({f"{summary['rows']:,} rows": summary})]
+    with tempfile.TemporaryDirectory(prefix="batch-kills-", ignore_cleanup_errors=True) as folder:
+        return Measured({}, run(options, Path(folder)), {}, "_stub" * options.stub)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=100_000)
+    add_server_options(parser, rows=100_000, workers=1)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--in-flight", type=int, default=BatchConfig().in_flight_rows)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--stub", action="store_true", help="workers without a model")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout-s", type=float, default=3600.0)
 
 
-CASES = [
-    Case(
-        "batch_kills",
-        "Batch under kills",
-        "A batch whose service, worker and ingress are killed: every request answered once.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Batch under kills", measure, tables, add_options)

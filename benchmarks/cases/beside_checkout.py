@@ -1,4 +1,4 @@
-"""What a change costs over HTTP: servers of two checkouts, asked in turns.
+"""What a change costs over HTTP: servers of two checkouts, in turns.
 
     git worktree add --detach ../before COMMIT
     python -m benchmarks beside_checkout --before ../before
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.http_line import HttpLine
 from benchmarks.support.server import ServerProcess
 
@@ -128,13 +128,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=24)
 
 
-CASES = [
-    Case(
-        "beside_checkout",
-        "HTTP beside another checkout",
-        "What a change costs over HTTP: servers of two checkouts, in turns.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "HTTP beside another checkout", measure, tables, add_options)

@@ -1,4 +1,5 @@
-"""The bulk job with processes killed under it: every row once, little done again, flat memory.
+"""A bulk job whose driver, worker, server and node are killed: every row once, and how much was
+computed again.
 
     python -m benchmarks bulk_kills                            200,000 rows, bundled model
     python -m benchmarks bulk_kills --rows 1000000 --stub      all but the model
@@ -15,13 +16,12 @@ SIGKILL too, and a new node joins. Rows are short sentences, made up or from the
 import argparse
 import contextlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.http.server import free_port
 from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
@@ -57,10 +57,11 @@ class Watched(NamedTuple):
     killed: list[tuple[float, str]]
 
 
-def start_server(
+@contextlib.contextmanager
+def serving(
     head: RayHead, options: argparse.Namespace, folder: Path, *more: str
-) -> subprocess.Popen[str]:
-    """`tandem serve` on the cluster, ready; what it logs is in `folder`. more: its options."""
+) -> Iterator[subprocess.Popen[str]]:
+    """Run `tandem serve` on the cluster, with options `more`; it logs into `folder`."""
     settings = ["--set", f"groups.address={head.address}", "--port", str(free_port())]
     settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
     settings += ["--expert-ranks", "0", "--dtype", options.dtype, *more]
@@ -81,7 +82,14 @@ def start_server(
         log = (folder / "server.log").read_text(encoding="utf-8")
         raise RuntimeError(f"tandem serve ended with {server.wait()}: {log[-2000:]}")
     print(line.rstrip(), flush=True)
-    return server
+    try:
+        yield server
+    finally:
+        server.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(60.0)
+        server.kill()
+        server.wait()
 
 
 def submit(head: RayHead, name: str, source: Path, output: Path) -> None:
@@ -202,20 +210,12 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Watched], dict[
         head = stack.enter_context(ray_head(dashboard=True, resources=ROOM if two else {}))
         nodes = OtherNodes(head, stack) if two else None
         strike = partial(kill, head, rng=rng, nodes=nodes)
-        server = start_server(head, options, folder, *(ON_EACH if two else ()))
-        try:
-            while not watched or watched[-1].status != "SUCCEEDED":
-                name = f"bulk-{len(watched)}"
-                submit(head, name, source, output)
-                watched.append(watch(head, name, RowsDone(output), plan, options, strike))
-                print(f"{name}: {watched[-1].status}", flush=True)
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(60.0)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+        stack.enter_context(serving(head, options, folder, *(ON_EACH if two else ())))
+        while not watched or watched[-1].status != "SUCCEEDED":
+            name = f"bulk-{len(watched)}"
+            submit(head, name, source, output)
+            watched.append(watch(head, name, RowsDone(output), plan, options, strike))
+            print(f"{name}: {watched[-1].status}", flush=True)
     return watched, check(output, options.rows)
 
 
@@ -247,11 +247,8 @@ def report(
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    folder = Path(tempfile.mkdtemp(prefix="bulk-kills-"))
-    try:
-        watched, summary = run(options, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="bulk-kills-", ignore_cleanup_errors=True) as folder:
+        watched, summary = run(options, Path(folder))
     samples = {f"bulk-{n}": [list(s) for s in one.samples] for n, one in enumerate(watched)}
     return Measured(samples, report(watched, summary, options), {}, "_stub" * options.stub)
 
@@ -261,24 +258,18 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--workers", type=int, default=2)
+    add_server_options(parser, rows=200_000, workers=2)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: one is killed too")
+    parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")
+
+
+def add_server_options(parser: argparse.ArgumentParser, rows: int, workers: int) -> None:
+    parser.add_argument("--rows", type=int, default=rows)
+    parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument("--stub", action="store_true", help="workers without a model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
-    parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=3600.0)
 
 
-CASES = [
-    Case(
-        "bulk_kills",
-        "Bulk job under kills",
-        "A bulk job whose driver, worker, server and node are killed: every row once, and how "
-        "much was computed again.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Bulk job under kills", measure, tables, add_options)

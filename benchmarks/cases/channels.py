@@ -1,5 +1,6 @@
-"""Round trips and bandwidth of the channel backends between two processes, one core each, beside
-memcpy on both cores at once.
+"""Round trips and bandwidth of the channel backends between two processes, beside memcpy.
+
+One core for each process; memcpy on both cores at once.
 
     python -m benchmarks channels
 
@@ -20,7 +21,7 @@ import torch
 from actors.channels.base import PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.wires import MAX_BYTES, POLL_S, ChannelWire, MemcpyWire, Mover, Wire
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
@@ -223,13 +224,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
 
 
-CASES = [
-    Case(
-        "channels",
-        "Channels",
-        "Round trips and bandwidth of the channel backends between two processes, beside memcpy.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Channels", measure, tables, add_options)

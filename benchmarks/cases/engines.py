@@ -1,5 +1,7 @@
-"""Decode and prefill tokens/s of two ranks and of a colocated one beside llama.cpp, OpenVINO GenAI
-and `transformers`, with all cores for each engine, interleaved in one run.
+"""Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp), OpenVINO GenAI and
+`transformers`, all cores for each. classify: prompt tokens/s of rows that share a prefix, with each
+engine's prefix cache. limit: the model's products, without a cache, at the rates of one core (GEMM,
+memory reads), times the cores.
 
     pip install -e '.[bench,engines]' && python -m benchmarks engines --dtype bfloat16
 
@@ -24,7 +26,7 @@ import torch
 
 from actors.channels.handshake import Identity
 from benchmarks.cases.machine import core_rates
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.llama_cpp import LlamaCpp, write_gguf
 from benchmarks.support.model_work import Rates, one_pass
 from benchmarks.support.openvino_side import OpenVino
@@ -219,16 +221,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--openvino", type=Path, help="python with optimum-intel, openvino-genai")
 
 
-CASES = [
-    Case(
-        "engines",
-        "Beside llama.cpp and transformers",
-        "Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp), OpenVINO GenAI "
-        "and `transformers`, all cores for each. classify: prompt tokens/s of rows that share a "
-        "prefix, with each engine's prefix cache. limit: the model's products, without a cache, at "
-        "the rates of one core (GEMM, memory reads), times the cores.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Beside llama.cpp and transformers", measure, tables, add_options)

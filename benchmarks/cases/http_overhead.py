@@ -1,4 +1,4 @@
-"""What the ingress adds: the same request over HTTP, and straight to the attention rank.
+"""What the ingress adds to a request that could go straight to the attention rank.
 
     python -m benchmarks http_overhead
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from actors.channels.handshake import Identity
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.http_line import HttpLine
 from benchmarks.support.rank_stream import open_stream
 from cluster.fleet.model_folder import resolve_model_folder
@@ -228,13 +228,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=200, help="requests per case")
 
 
-CASES = [
-    Case(
-        "http_overhead",
-        "HTTP overhead",
-        "What the ingress adds to a request that could go straight to the attention rank.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "HTTP overhead", measure, tables, add_options)

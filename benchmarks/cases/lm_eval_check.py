@@ -1,5 +1,6 @@
-"""lm-eval through `tandem serve` (its local-completions model) beside its hf backend: accuracies,
-and the log-likelihood of every choice of every item. Both compute in float32.
+"""Accuracies and log-likelihoods of lm-eval through `tandem serve` beside its hf backend.
+
+Both compute in float32.
 
     python -m benchmarks lm_eval_check --data DATA
 """
@@ -15,7 +16,7 @@ import msgspec
 import torch
 import yaml
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.server import ServerProcess
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
@@ -228,13 +229,4 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     return [Table(f"lm-eval {summary['lm_eval']}, float32", columns, rows)]
 
 
-CASES = [
-    Case(
-        "lm_eval_check",
-        "lm-eval",
-        "Accuracies and log-likelihoods of lm-eval through `tandem serve` beside its hf backend.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "lm-eval", measure, tables, add_options)

@@ -1,5 +1,6 @@
-"""What this machine can do at best: GEMM rate and memory bandwidth of one core, and of all cores at
-once, one process per core. Other benchmarks state their figures as fractions of these.
+"""GEMM rate and memory bandwidth of one core, and of all cores at once.
+
+Other benchmarks state their figures as fractions of these, one process per core.
 
     python -m benchmarks machine
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.model_work import Rates
 from kernels.linear import PackedLinear
 
@@ -185,13 +186,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
 
 
-CASES = [
-    Case(
-        "machine",
-        "The machine",
-        "GEMM rate and memory bandwidth of one core, and of all cores at once.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "The machine", measure, tables, add_options)

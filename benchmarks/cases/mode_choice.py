@@ -22,7 +22,7 @@ import torch
 
 from actors.planning.planner_inputs import shape_of
 from benchmarks.cases.shared_load import WORKERS, Arrival, Workers, running
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.tools.bench.workload import mean
 from models.spec.model import read_spec
@@ -115,13 +115,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=3, help="of a mix in each mode")
 
 
-CASES = [
-    Case(
-        "mode_choice",
-        "Choice of a mode",
-        "Whether the best mode of experts is chosen for random mixes of prompts.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Choice of a mode", measure, tables, add_options)

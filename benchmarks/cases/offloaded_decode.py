@@ -1,5 +1,6 @@
-"""Time per token of streams whose experts do not all fit: they are read from a file, past the page
-cache, on demand or a layer ahead.
+"""Time per token of streams whose experts are partly read from a file.
+
+The file is read past the page cache, on demand or a layer ahead.
 
     python -m benchmarks offloaded_decode                    (about 5 minutes)
     python -m benchmarks offloaded_decode --kept 0.5 --times 1 --rounds 4
@@ -30,7 +31,7 @@ from actors.moe.backend import TaskKey
 from actors.offload.device_backend import CachedBackend
 from actors.offload.file_tier import ENTRIES, FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.larger_experts import LargerTier
 from contracts.clock import monotonic_s
 from contracts.plan import Plan
@@ -341,13 +342,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
 
 
-CASES = [
-    Case(
-        "offloaded_decode",
-        "Decode with offloaded experts",
-        "Time per token of streams whose experts are partly read from a file.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Decode with offloaded experts", measure, tables, add_options)

@@ -1,5 +1,8 @@
-"""Time per token of one stream on one GPU whose experts do not all fit: slots in its memory, the
-others in the host's, pinned. Qwen3-30B-A3B's shape, random bfloat16 weights, imposed routing.
+"""Time per token of one stream on one GPU whose experts do not all fit, beside Eq. 1 of Speculating
+Experts.
+
+Slots are in its memory, the other experts in the host's, pinned. Qwen3-30B-A3B's shape, random
+bfloat16 weights, imposed routing.
 
     python -m benchmarks offloaded_on_gpu                              one GPU of 80 GiB or more
     python -m benchmarks offloaded_on_gpu --device cpu --shape small   the same way, in seconds
@@ -30,7 +33,7 @@ from torch import Tensor
 from actors.moe.backend import TaskKey
 from actors.offload.device_backend import DeviceBackend
 from actors.telemetry.telemetry import Timeline
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
 from benchmarks.support.imposed_routing import ImposedPredictor, ImposedRouting
 from benchmarks.support.offloaded_report import shortened, summarise
@@ -318,14 +321,4 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     ]
 
 
-CASES = [
-    Case(
-        "offloaded_on_gpu",
-        "Offloaded decode on one GPU",
-        "Time per token of one stream on one GPU whose experts do not all fit, beside Eq. 1 of "
-        "Speculating Experts.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Offloaded decode on one GPU", measure, tables, add_options)

@@ -1,4 +1,4 @@
-"""Placements compared: copies, load and LAR by token table on texts held out, by method.
+"""Copies, load and locality on held-out texts, by placement method.
 
     python -m benchmarks.placement.traces --data DATA --output bundled.npz           (a minute)
     python -m benchmarks placement --traces bundled.npz
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.placement.compared import (
     Judged,
     compared,
@@ -102,13 +102,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare", type=int, nargs="+", default=[1, 2, 4])
 
 
-CASES = [
-    Case(
-        "placement",
-        "Placements",
-        "Copies, load and locality on held-out texts, by placement method.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Placements", measure, tables, add_options)

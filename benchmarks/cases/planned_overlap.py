@@ -1,6 +1,7 @@
-"""Predicted and measured makespan of the solver's plans (naive, best PPPipe, FinDEP, beyond) where
-communication takes time: two Ray nodes in two network namespaces of this machine, a link of limited
-rate between them, one rank on each, one core a rank.
+"""Makespans of the solver's plans on two Ray nodes joined by a link of limited rate.
+
+Plans: naive, best PPPipe, FinDEP, beyond. The nodes are network namespaces of this machine with one
+rank and one core each.
 
     python -m benchmarks planned_overlap --pictures docs/images --trace planned.trace.json
 
@@ -22,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from actors.planning.planner_inputs import shape_of
 from actors.telemetry.chrome_trace import write_chrome_trace
-from benchmarks.harness import Case, Measured
+from benchmarks.harness import Measured, documented_case
 from benchmarks.support.pinned_batches import BatchRunner, bench_client, pin_to_core
 from benchmarks.support.planned_points import Pictured, Point, PointRun, PointRunner
 from benchmarks.support.planned_report import summary_of, tables
@@ -192,14 +193,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
 
 
-CASES = [
-    Case(
-        "planned_overlap",
-        "Plans, predicted and measured",
-        "Makespans of the solver's plans on two Ray nodes joined by a link of limited rate.",
-        measure,
-        tables,
-        add_options,
-        pictures=("images/planned_predicted.svg", "images/planned_measured.svg"),
-    )
-]
+PICTURES = ("images/planned_predicted.svg", "images/planned_measured.svg")
+CASE = documented_case(
+    __doc__, "Plans, predicted and measured", measure, tables, add_options, pictures=PICTURES
+)

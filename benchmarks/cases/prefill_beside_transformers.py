@@ -1,5 +1,7 @@
-"""Prefill-only rows through two prefill workers and their router beside `transformers`, on the same
-two cores, checkpoint, rows and dtype, interleaved in one run.
+"""Prefill-only rows through two prefill workers and their router beside `transformers` in padded
+batches.
+
+The same two cores, checkpoint, rows and dtype, interleaved in one run.
 
     python -m benchmarks prefill_beside_transformers --data DATA --model medium
 
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from actors.planning.planner_inputs import shape_of
 from benchmarks.cases.machine import core_rates
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.others import Others, quietest, wait_for_idle
 from benchmarks.support.padded import routing_gap
 from benchmarks.support.prefill_rows import PICKS, Pick, Rows, read
@@ -263,14 +265,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
 
 
-CASES = [
-    Case(
-        "prefill_beside_transformers",
-        "Prefill-only beside transformers",
-        "Prefill-only rows through two prefill workers and their router beside `transformers` in "
-        "padded batches.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Prefill-only beside transformers", measure, tables, add_options)

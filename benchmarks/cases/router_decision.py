@@ -1,4 +1,6 @@
-"""CPU time of a routing decision in microseconds: `python -m benchmarks router_decision`.
+"""CPU time of a routing decision with 100,000 cached blocks on 8 workers.
+
+    python -m benchmarks router_decision
 
 100,000 blocks are cached on 8 workers. A decision looks up the prompt's blocks, chooses, and books
 what it adds; hashing the prompt is not in it (`hash` times that). Each sample is another prompt.
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.router_simulation import qwen3_235b
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.router_workloads import BLOCK_TOKENS
 from contracts.requests import DIGEST_BYTES, chain_hashes
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
@@ -113,13 +115,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-CASES = [
-    Case(
-        "router_decision",
-        "Routing decision",
-        "CPU time of a routing decision with 100,000 cached blocks on 8 workers.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Routing decision", measure, tables, add_options)

@@ -1,4 +1,4 @@
-"""Eight prefill workers behind a router (simulated).
+"""Makespan of prefill-only work on eight workers, by routing policy.
 
 `python -m benchmarks router_simulation --data DIR` prints the table of docs/benchmarks.md.
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actors.planning.planner_inputs import shape_of
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.support.simulated_worker import Machine, SimulatedWorker
 from cluster.fleet.hardware import load_hardware
@@ -306,14 +306,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-CASES = [
-    Case(
-        "router_simulation",
-        "Router",
-        "Makespan of prefill-only work on eight workers, by routing policy.",
-        measure,
-        tables,
-        add_options,
-        kind="simulated",
-    )
-]
+CASE = documented_case(__doc__, "Router", measure, tables, add_options, kind="simulated")

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.tools.bench.workload import mean, percentile
 from contracts.messages import Failed, Scored
@@ -138,13 +138,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--burst", type=int, default=12, help="prompts of a kind, for the capacity")
 
 
-CASES = [
-    Case(
-        "shared_load",
-        "Shared batches under load",
-        "What prompts gain or lose at a load if idle workers compute long ones together.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Shared batches under load", measure, tables, add_options)

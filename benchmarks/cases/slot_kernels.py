@@ -1,5 +1,6 @@
-"""A few tokens with their experts, which stand in slots: triton's kernels for that beside a product
-of torch for each expert, and beside torch's grouped product over a layer that is all there.
+"""Triton kernels for few tokens with experts in slots, beside torch and the memory rate.
+
+Beside a product of torch for each expert, and torch's grouped product over a whole layer.
 
     python -m benchmarks slot_kernels                               one GPU
     python -m benchmarks slot_kernels --device cpu --shape small    the same way, without triton
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.gpu_rates import memory_bytes_per_s
 from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL
 from kernels.device import wait_for_device
@@ -134,13 +135,4 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     return [table_of(summary, title, "tokens, kernel")]
 
 
-CASES = [
-    Case(
-        "slot_kernels",
-        "Experts in slots on one GPU",
-        "Triton kernels for few tokens with experts in slots, beside torch and the memory rate.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Experts in slots on one GPU", measure, tables, add_options)

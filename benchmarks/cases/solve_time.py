@@ -1,4 +1,6 @@
-"""How long the planner takes for a full decision: `taskset -c 1 python -m benchmarks solve_time`.
+"""Time of one full decision of the planner, both orders and baselines included.
+
+    taskset -c 1 python -m benchmarks solve_time
 
 Each sample is one `solve` of another random problem of 64 samples, 64 token groups and 60 layers,
 both orders, both baselines and the lower bound included. Before timing, the solver's promise is
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.schedule.replay import replay
 from planner.schedule.schedule import schedule_of
@@ -91,13 +93,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-CASES = [
-    Case(
-        "solve_time",
-        "Time of a planner decision",
-        "Time of one full decision of the planner, both orders and baselines included.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Time of a planner decision", measure, tables, add_options)

@@ -1,4 +1,4 @@
-"""Time of experts by the storage of their weights, for few rows each, and of whole decode steps.
+"""Time of experts whose weights stay as a checkpoint stores them, beside float32.
 
     python -m benchmarks stored_experts                (about 2 minutes)
     python -m benchmarks stored_experts --processor haswell
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.random_checkpoint import MEDIUM
 from benchmarks.support.random_in_memory import random_halves
 from kernels.compiled import processor_name
@@ -212,13 +212,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processor", choices=["haswell"], help="that code is compiled for")
 
 
-CASES = [
-    Case(
-        "stored_experts",
-        "Weights as stored",
-        "Time of experts whose weights stay as a checkpoint stores them, beside float32.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Weights as stored", measure, tables, add_options)

@@ -1,5 +1,7 @@
-"""Host-streamed experts beside resident ones on one GPU, in Qwen3-30B-A3B's shape with random
-bfloat16 weights: tokens/s, what the copies cost, and the share of the GPU's GEMM rate.
+"""Prefill with experts streamed from host memory beside resident experts on one GPU.
+
+Qwen3-30B-A3B's shape with random bfloat16 weights: tokens/s, what the copies cost, and the share
+of the GPU's GEMM rate.
 
     python -m benchmarks streamed_on_gpu                               one GPU of 80 GiB or more
     python -m benchmarks streamed_on_gpu --device cpu --shape small    the same way, in seconds
@@ -27,7 +29,7 @@ from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.prefill_rank import time_layers
 from actors.telemetry.telemetry import Timeline
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.gpu_rates import copy_bytes_per_s, peak_bytes
 from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, random_model
 from benchmarks.support.streamed_report import summarise
@@ -299,13 +301,6 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     ]
 
 
-CASES = [
-    Case(
-        "streamed_on_gpu",
-        "Prefill with streamed experts on one GPU",
-        "Prefill with experts streamed from host memory beside resident experts on one GPU.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(
+    __doc__, "Prefill with streamed experts on one GPU", measure, tables, add_options
+)

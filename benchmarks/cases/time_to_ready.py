@@ -1,5 +1,7 @@
-"""How long a user waits for `tandem serve` on the bundled model: from its start to the first
-200 of /health, to the first answered completion, and how that one compares with the next ones.
+"""Time from the start of `tandem serve` on the bundled model to its first answers.
+
+To the first 200 of /health, to the first answered completion, and how that one compares with the
+next ones.
 
     python -m benchmarks time_to_ready
 """
@@ -13,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from benchmarks.harness import Case, Measured, Table
+from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.server import ServerProcess
 from contracts.config import BUNDLED
 from contracts.errors import LaunchError
@@ -99,13 +101,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=7, help="per split, in turn")
 
 
-CASES = [
-    Case(
-        "time_to_ready",
-        "Time to ready",
-        "Time from the start of `tandem serve` on the bundled model to its first answers.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Time to ready", measure, tables, add_options)

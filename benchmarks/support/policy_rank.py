@@ -1,4 +1,5 @@
-"""A rank's process that forms batches by a baseline: see benchmarks/cases/priorities.py.
+"""A rank's process that forms batches by a baseline: see
+benchmarks/cases/priorities_paper.py.
 
 BATCHING in the environment: a name of benchmarks/support/batching_baselines.py; empty: as
 configured.

@@ -6,8 +6,6 @@
 An issue that needs more lines raises the budget in the commit that needs them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

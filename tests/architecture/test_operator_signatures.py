@@ -3,8 +3,6 @@
 Names, numbers of arguments and keywords are read from the source, since nothing calls them without
 a GPU."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

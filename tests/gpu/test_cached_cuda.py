@@ -1,7 +1,5 @@
 """Experts in slots of a GPU's memory, the others copied from pinned memory when they are wanted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +121,7 @@ def test_slots_and_hints_change_no_bit(
 
 def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
     """torch tells of every operation of its own that would wait; looking at an event does not."""
-    options = options_of(offloaded_on_gpu.CASES[0], ["--shape", "small", "--layers", "3"])
+    options = options_of(offloaded_on_gpu.CASE, ["--shape", "small", "--layers", "3"])
     bench = offloaded_on_gpu.Bench(options)
     with bench.variants(0.5, ["on demand"]) as variants:
         backend, spec = variants["on demand"].backend, bench.spec
@@ -148,5 +146,5 @@ def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     arguments = ["--shape", "small", "--rounds", "1", "--output", str(output)]
-    run_case(offloaded_on_gpu.CASES[0], arguments)
+    run_case(offloaded_on_gpu.CASE, arguments)
     assert output.exists()

@@ -1,7 +1,5 @@
 """NCCL from a GPU to itself, and CUDA IPC between two processes on one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

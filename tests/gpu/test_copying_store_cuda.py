@@ -1,7 +1,5 @@
 """Experts streamed to a GPU from pinned memory, on a stream of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts gathered from another process on the same GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Prefill on a GPU: what moves weights gives the bits of what does not, and the GPU the CPU's
 results within the rounding of bfloat16."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -182,7 +180,7 @@ def test_logits_are_the_cpus_within_the_rounding_of_bfloat16(tiny_checkpoint: Ch
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     """It fails if streamed logits are not the resident ones, bit for bit."""
     output = tmp_path / "result.json"
-    run_case(streamed_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
+    run_case(streamed_on_gpu.CASE, shlex.split(f"{SMALL_RUN} --output {output}"))
     summary = json.loads(output.read_text())["summary"]
     assert summary["peak_bytes"]["resident"] > 0
     for point in summary["points"].values():

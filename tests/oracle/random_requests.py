@@ -1,7 +1,5 @@
 """Random requests of a client, of which some are cancelled, beside the single-process path."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Tolerance 1e-4 absolute on logits of order 1 (measured: below 1e-5); greedy tokens equal.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Each case is a checkpoint that `transformers` wrote, with a few fields of its co
 All single changes and many pairs: `python -m pytest -m slow tests/oracle/test_config_fields.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ repeats them on these. Everything else that a capture read on the host is theref
 operation that makes the host wait fails. Computation is in float64, which nothing compiled takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch

@@ -1,8 +1,6 @@
 """A whole worker whose experts stand in slots as on a GPU, here on the CPU: the same tokens and
 logits as with all experts there, prompts in waves and what is generated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Direct calls: the answers of packets to the bit, and packets where a call is not completed."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Prefill workers that divide the experts among them, against a worker that has them all."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

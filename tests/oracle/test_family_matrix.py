@@ -4,8 +4,6 @@ By default each family runs in one of the modes. All: `python -m pytest -m slow
 tests/oracle/test_family_matrix.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The attention/expert group against `transformers` and against our own single-process path."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks that are interrupted at random yields, beside the same work without interruptions."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterable, Sequence

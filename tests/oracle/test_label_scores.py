@@ -1,7 +1,5 @@
 """Probabilities of labels of several tokens, against `transformers` label by label."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

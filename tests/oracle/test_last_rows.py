@@ -1,7 +1,5 @@
 """A last layer that is computed for some rows alone gives those rows what the whole one does."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

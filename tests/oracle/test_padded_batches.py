@@ -1,7 +1,5 @@
 """`transformers` in padded batches, as benchmarks run it, says what our decoder says row by row."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """Experts placed in any order, another in each layer, some with replicas: the answers are those of
 the single-process path, in both pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Prefill workers against `transformers`, against themselves in other modes, and against the
 attention/expert group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

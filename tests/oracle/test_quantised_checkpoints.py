@@ -1,8 +1,6 @@
 """Quantised checkpoints: our logits are those of their dequantised values, to the bit, and within
 1e-4 those of `transformers` on them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ Each draw varies the fields that published checkpoints vary. It is served with t
 `python -m pytest tests/oracle/test_random_families.py --family-draws 1000`.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from pathlib import Path

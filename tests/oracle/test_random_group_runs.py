@@ -1,7 +1,5 @@
 """Random groups, plans, traffic and numbers of live batches, beside the single-process path."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the examples of README and of the pages for users ask, the bundled model answers rightly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,8 +1,6 @@
 """Experts move while a group serves: answers are those of the single-process path, in every
 generation and between two of them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers with recurrent states: pages, states and checkpoints in every mode that serves them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

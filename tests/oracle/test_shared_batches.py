@@ -1,7 +1,5 @@
 """Batches that prefill workers compute together, against a worker that computes alone."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

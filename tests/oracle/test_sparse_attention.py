@@ -1,7 +1,5 @@
 """Latent attention with an indexer (DeepSeek-V3.2, GLM-5) against `transformers`, in every mode."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text models of checkpoints with a vision model, whose tensors are not read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens assigned to workers in equal shards, against a slow reference."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

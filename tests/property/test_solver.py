@@ -12,12 +12,7 @@ from contracts.plan import Order, Plan
 from contracts.traces import Stage, busy_seconds
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import NewTokens, chunk_bounds, plan_batch
-from planner.schedule.extended_plans import (
-    Cut,
-    batch_lower_bound,
-    search,
-    solve_extended,
-)
+from planner.schedule.extended_plans import Cut, batch_lower_bound, search, solve_extended
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.cases.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, start_server
+from benchmarks.cases.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, serving
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.http.server import free_port
 from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
@@ -58,15 +58,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(ray_head(resources=ROOM, environment=QUICK))
         other = stack.enter_context(ray_node(head, 2, resources=ROOM))
-        server = start_server(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen)
-        try:
+        with serving(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen) as server:
             yield Cluster(head, other, f"http://127.0.0.1:{port}", stack)
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(DEADLINE_S)
-            finally:
-                server.kill()
+        assert server.returncode != -signal.SIGKILL, "it did not end by itself"
 
 
 def bulk(head: RayHead, *arguments: object, source: Path) -> subprocess.Popen[str]:

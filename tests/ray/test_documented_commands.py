@@ -70,12 +70,7 @@ def environment() -> dict[str, str]:
 def output_of(command: list[str], folder: Path) -> str:
     """Run the command in the folder; return what it prints."""
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -265,19 +265,3 @@ def test_scaling_continues_after_launcher_is_killed(
         lambda: abs(free - free_cpus() - 0.25 * seats) < 0.01, f"{free}, {free_cpus()} free", 30.0
     )
     assert httpx.get(f"{served.url}/health").status_code == 200
-
-
-def test_impossible_scaling_is_one_line_without_change(
-    served: RunningServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, message in (
-        (["--attention-ranks", "0"], "give 1 to 1024"),
-        (["--attention-ranks", "900"], "CPU, the Ray cluster has"),
-        (["--prefill-workers", "2"], "started without any"),
-        (["--attention-ranks", "2", "--api-key", "client"], "401"),
-    ):
-        before = rank_pids(served)
-        assert scale(served, *arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-        assert rank_pids(served) == before

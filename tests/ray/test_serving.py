@@ -6,8 +6,6 @@ run in order; the last ones kill processes.
 
 import contextlib
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -85,12 +83,6 @@ class Server:
             texts[labels["rank"]] = answer.text
         return texts
 
-    def wait_until_free(self) -> None:
-        """Wait until no KV block is in use."""
-        end_s = time.monotonic() + DEADLINE_S
-        while (used := self.status()["attention-0"].sections["kv_blocks"]["used"]) != 0:
-            assert time.monotonic() < end_s, f"{used} blocks still in use"
-
     def count(self, name: str, **labels: str) -> float:
         """Return the sum of all series of `name` with these labels."""
         return sum(
@@ -131,16 +123,6 @@ def test_ranks_hold_experts_of_placement_file(server: Server) -> None:
     assert found == [sum(map(len, placed.experts_of(rank).values())) for rank in range(3)]
 
 
-def test_health_and_models_report_served_model(server: Server) -> None:
-    answer = server.http.get("/health")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
-    (model,) = server.openai.models.list().data
-    assert model.id == BUNDLED
-    assert server.openai.models.retrieve(BUNDLED).id == BUNDLED
-    with pytest.raises(openai.NotFoundError):
-        server.openai.models.retrieve("gpt-17")
-
-
 def test_uneven_experts_are_all_served(server: Server) -> None:
     names = [rank.name for rank in server.served.directory.ranks]
     assert names == ["attention-0", "expert-0", "expert-1", "expert-2"]
@@ -148,67 +130,6 @@ def test_uneven_experts_are_all_served(server: Server) -> None:
     status = server.status()
     assert all(status[name].healthy for name in names)
     assert all(status[name].sections["stage_s"]["expert"] > 0 for name in names[1:])
-
-
-def test_completions_count_stop_and_stream(server: Server) -> None:
-    make = server.openai.completions.create
-    done = make(model=BUNDLED, prompt=PROMPT, max_tokens=24, temperature=0)
-    text = done.choices[0].text
-    assert done.usage is not None
-    assert 0 < done.usage.completion_tokens <= 24
-    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
-    assert done.choices[0].finish_reason in ("stop", "length")
-
-    stop = text.strip()[:2]
-    stopped = make(model=BUNDLED, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop])
-    assert stopped.choices[0].text == text[: text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-
-    stream = make(
-        model=BUNDLED,
-        prompt=PROMPT,
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == done.usage.completion_tokens
-
-
-def test_seed_determines_sampled_text(server: Server) -> None:
-    def sampled(seed: int) -> str:
-        done = server.openai.completions.create(
-            model=BUNDLED,
-            prompt="The",
-            max_tokens=32,
-            temperature=1.0,
-            seed=seed,
-            extra_body={"ignore_eos": True},
-        )
-        return done.choices[0].text
-
-    assert sampled(1) == sampled(1)
-    assert sampled(1) != sampled(2)
-
-
-def test_chat_stream_equals_answer_and_uses_prefix_cache(server: Server) -> None:
-    make = server.openai.chat.completions.create
-    done = make(model=BUNDLED, messages=CHAT, max_tokens=32, temperature=0)
-    text = done.choices[0].message.content
-    assert text
-    assert done.usage is not None
-    stream = make(model=BUNDLED, messages=CHAT, max_tokens=32, temperature=0, stream=True)
-    pieces = [c.choices[0].delta.content or "" for c in stream if c.choices]
-    assert "".join(pieces) == text
-    again = make(model=BUNDLED, messages=CHAT * 3, max_tokens=1, temperature=0)
-    once_more = make(model=BUNDLED, messages=CHAT * 3, max_tokens=1, temperature=0)
-    assert again.usage is not None
-    assert once_more.usage is not None
-    assert once_more.usage.prompt_tokens_details is not None
-    assert (once_more.usage.prompt_tokens_details.cached_tokens or 0) >= 16
 
 
 def test_classification_equals_transformers(server: Server) -> None:
@@ -239,24 +160,11 @@ def test_classification_equals_transformers(server: Server) -> None:
             assert item["label"] == labels[max(range(len(labels)), key=expected.__getitem__)]
 
 
-def test_metrics_parse_and_count_requests(server: Server) -> None:
-    def ok(pipeline: str) -> float:
-        return server.count("tandem_requests_total", pipeline=pipeline, outcome="ok")
-
-    before = ok("generation"), ok("prefill")
-    for _ in range(3):
-        server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=2)
-    body = {"model": BUNDLED, "input": ["a", "b"], "labels": [" no", " yes"]}
-    assert server.http.post("/v1/classify", json=body).status_code == 200
-    assert (ok("generation"), ok("prefill")) == (before[0] + 3, before[1] + 1)
+def test_metrics_of_ranks_and_ingress_are_on_one_page(server: Server) -> None:
     refused = server.count("tandem_requests_total", outcome="refused")
     assert server.http.post("/v1/completions", json={"model": BUNDLED}).status_code == 400
     assert server.count("tandem_requests_total", outcome="refused") == refused + 1
-    blocks = {
-        state: server.count("tandem_kv_blocks", rank="attention-0", state=state)
-        for state in ("free", "used", "cached")
-    }
-    assert sum(blocks.values()) == 16384 / 16
+    assert server.count("tandem_kv_blocks", rank="attention-0") == 16384 / 16
 
 
 def test_every_process_exports_at_most_500_series(server: Server) -> None:
@@ -390,41 +298,3 @@ def test_killed_planner_is_replaced_without_failed_request(
         seen.append(server.status()["attention-0"].notes["planner"])
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=4)
     assert server.http.get("/health").status_code == 200
-
-
-def test_disconnected_client_frees_its_blocks(server: Server) -> None:
-    gone = server.count("tandem_requests_total", outcome="client_gone")
-    stream = endless(server)
-    next(stream)
-    assert server.status()["attention-0"].sections["kv_blocks"]["used"] > 0
-    stream.close()
-    server.wait_until_free()
-    assert server.status()["attention-0"].running == 0
-    assert server.count("tandem_requests_total", outcome="client_gone") == gone + 1
-
-
-def endless(server: Server) -> Any:
-    """Return a stream that outlasts the test. `close` disconnects it."""
-    return server.openai.completions.create(
-        model=BUNDLED,
-        prompt="The",
-        max_tokens=2000,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-
-
-def test_stream_continues_through_expert_rank_loss(server: Server) -> None:
-    (pid,) = [rank.pid for rank in server.served.directory.ranks if rank.name == "expert-1"]
-    stream = endless(server)
-    next(stream)
-    os.kill(pid, signal.SIGKILL)
-    for _ in range(30):
-        next(stream)
-    end_s = time.monotonic() + DEADLINE_S
-    while not ((rank := server.status()["expert-1"]).healthy and rank.epoch > 1):
-        assert time.monotonic() < end_s, rank
-    next(stream)
-    stream.close()
-    server.wait_until_free()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -27,6 +27,7 @@ from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
 from contracts.config import BatchConfig, HttpConfig, LimitsConfig, LogConfig, TandemConfig
 from contracts.errors import NotReadyError, RequestError
+from contracts.messages import Submit
 from contracts.ranks import RankStatus
 from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, TraceResponse
@@ -53,6 +54,18 @@ def refused(response: httpx.Response, status: int, param: str | None, *parts: st
     for part in parts:
         assert part in error["message"]
     return error
+
+
+class RunningRank(NamedTuple):
+    """A real rank for `serve_api`."""
+
+    name: str
+    address: str
+
+    async def listen(self) -> str:
+        return self.address
+
+    async def close(self) -> None: ...
 
 
 class Loop:
@@ -131,6 +144,19 @@ class Api:
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             return await client.send(request)
 
+    def start(
+        self, path: str, headers: dict[str, str] | None = None, **body: object
+    ) -> Future[object]:
+        """Send a request from the loop, without waiting for its answer."""
+        request = self.http.build_request(
+            "POST", path, json={"model": MODEL, **body}, headers=headers
+        )
+        return self.loop.start(self.send(request))
+
+    def received(self) -> list[Submit]:
+        """Return what rank 0 has received since the last call."""
+        return [self.rank.submits.get() for _ in range(self.rank.submits.qsize())]
+
     def post(self, path: str, **body: object) -> httpx.Response:
         return self.http.post(path, json={"model": MODEL, **body})
 
@@ -162,7 +188,7 @@ class FakeLauncher:
 @contextlib.contextmanager
 def serve_api(
     folder: Path,
-    ranks: Sequence[FakeRank],
+    ranks: Sequence[FakeRank] | None = None,
     http: HttpConfig | None = None,
     *,
     eos_text: str = EOS,
@@ -177,7 +203,7 @@ def serve_api(
     batch: BatchConfig = BatchConfig(),  # noqa: B008
     **limits: Any,
 ) -> Iterator[Api]:
-    """Serve the API in front of `ranks`.
+    """Serve the API in front of `ranks`, by default one that generates three tokens.
 
     config: section `limits`.
     fetch_status, trace, scale: methods of a launcher.
@@ -185,6 +211,7 @@ def serve_api(
     storage, storage_url, batch: local folder, filesystem and settings of files and batches.
     limits: fields of RoutingConfig.
     """
+    served: Sequence[FakeRank] = [FakeRank()] if ranks is None else ranks
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
@@ -195,7 +222,7 @@ def serve_api(
         return RowClient(apps[0])
 
     async def start() -> tuple[PipelineBackend, App, HttpServer, Batches | None]:
-        clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
+        clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in served]
         backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
         backend.start()
         await backend.wait_ready()
@@ -238,10 +265,10 @@ def serve_api(
             await batches.close()
         await front.close()
         await backend.close()
-        for rank in ranks:
+        for rank in served:
             await rank.close()
 
-    api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
+    api = Api(loop, f"http://127.0.0.1:{front.port}", served, tokenizer)
     api.backend = backend
     api.app = app
     api.batches = batches

@@ -21,15 +21,7 @@ from contracts.requests import Priority
 from contracts.traces import TRANSFERS, length, union
 from planner.schedule.replay import replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
-from tests.support.cuda_model import (
-    CudaModel,
-    Host,
-    ModelError,
-    Nccl,
-    Socket,
-    model,
-    range_of,
-)
+from tests.support.cuda_model import CudaModel, Host, ModelError, Nccl, Socket, model, range_of
 
 CPU = torch.device("cpu")
 

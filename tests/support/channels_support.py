@@ -63,13 +63,20 @@ def linked(backend: str, **config: Any) -> Iterator[tuple[Endpoint, Endpoint]]:
 @contextlib.contextmanager
 def joined(left: Endpoint, right: Endpoint) -> Iterator[tuple[Endpoint, Endpoint]]:
     """Join `left` to `right`; close both at the end."""
-    try:
+    with closed(left, right):
         left.connect("right", right.listen())
         wait_for(right, PeerJoined)
         yield left, right
+
+
+@contextlib.contextmanager
+def closed(*ends: Endpoint) -> Iterator[None]:
+    """Close the endpoints at the end."""
+    try:
+        yield
     finally:
-        left.close()
-        right.close()
+        for end in ends:
+            end.close()
 
 
 def wait_for(

@@ -5,8 +5,6 @@ copy crosses devices. A host read makes the host wait for the device: a copy to 
 with made-up numbers and counted; operations whose results have data-dependent sizes raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -32,6 +32,10 @@ CACHED_TOKENS = 1
 Reply = Callable[[Submit], list[int]]
 
 
+def three_tokens(_: Submit) -> list[int]:
+    return [60, 61, 62]
+
+
 class FakeRank:
     """A fake rank. `submits` and `cancels` may be read from any thread.
 
@@ -40,7 +44,9 @@ class FakeRank:
     hold_after: tokens to send before a request stalls.
     """
 
-    def __init__(self, name: str, reply: Reply, *, per_frame: int = 1) -> None:
+    def __init__(
+        self, name: str = "attention-0", reply: Reply = three_tokens, *, per_frame: int = 1
+    ) -> None:
         self.name = name
         self.reply = reply
         self.per_frame = per_frame

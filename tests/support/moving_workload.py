@@ -1,7 +1,5 @@
 """An expert rank that loads moved experts while it computes, on the model of the CUDA runtime."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import partial

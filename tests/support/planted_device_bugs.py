@@ -1,7 +1,5 @@
 """Bugs planted in the code of the GPU channels, and the search for them on the CUDA model."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +82,51 @@ def join_all(sources: Sequence[PeerSource]) -> dict[str, str]:
 
 
 @contextmanager
-def gathering(
-    folder: Path, workers: int, *, backend: str, window: int | None = None, **fields: Any
+def unlinked(
+    folder: Path,
+    workers: int,
+    *,
+    backend: str = "tcp",
+    window: int | None = None,
+    layout: ExpertLayout | None = None,
+    **fields: Any,
 ) -> Iterator[list[PeerSource]]:
+    """Yield the sources of the workers, without links to each other; close them at the end."""
     specs = [worker_spec(folder, r, workers, backend=backend, **fields) for r in range(workers)]
-    sources = [make_source(spec, window=window) for spec in specs]
-    try:
+    with ExitStack() as stack:
+        made = (make_source(spec, window=window, layout=layout) for spec in specs)
+        yield [stack.enter_context(closing(source)) for source in made]
+
+
+@contextmanager
+def gathering(folder: Path, workers: int, **fields: Any) -> Iterator[list[PeerSource]]:
+    """Yield the sources of linked workers."""
+    with unlinked(folder, workers, **fields) as sources:
         join_all(sources)
         yield sources
-    finally:
-        for source in sources:
-            source.close()
 
 
-def new_buffer(folder: Path, *, packed: bool = True) -> ExpertBuffer:
-    buffer = ExpertBuffer(layout_of(folder, packed=packed))
+def new_buffer(
+    folder: Path, *, packed: bool = True, layout: ExpertLayout | None = None
+) -> ExpertBuffer:
+    buffer = ExpertBuffer(layout or layout_of(folder, packed=packed))
     for piece in buffer.pieces:
         piece.fill_(torch.nan)
     return buffer
+
+
+def check_copy(
+    folder: Path,
+    source: PeerSource,
+    layer: int,
+    *,
+    packed: bool = True,
+    layout: ExpertLayout | None = None,
+) -> None:
+    """Copy a layer and compare it with the checkpoint."""
+    buffer = new_buffer(folder, packed=packed, layout=layout)
+    source.copy(layer, buffer)
+    assert_layer(folder, buffer, layer, packed=packed)
 
 
 def assert_layer(folder: Path, buffer: ExpertBuffer, layer: int, *, packed: bool = True) -> None:

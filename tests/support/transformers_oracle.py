@@ -1,7 +1,5 @@
 """Checkpoints in `transformers`, our oracle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,7 +13,6 @@ from benchmarks.robustness.hostile import HostileTraffic
 from benchmarks.robustness.memory import MemorySample, growth_fraction
 from contracts.config import HttpConfig
 from tests.support.api_harness import MODEL, Api, serve_api
-from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import CHATML, write_byte_level
 
 VISITS = 6
@@ -24,8 +22,7 @@ KINDS = [kind.name for kind in HostileTraffic(("", 0), None, [1], []).kinds(1.0)
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=CHATML)
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with serve_api(Path(folder), [rank], HttpConfig(max_body_bytes=1 << 20)) as api:
+    with serve_api(folder, None, HttpConfig(max_body_bytes=1 << 20)) as api:
         yield api
 
 

@@ -51,16 +51,27 @@ def of_kind(kind: str) -> Iterator[Manifest]:
     return (one for found in RENDERED.values() for one in found if one["kind"] == kind)
 
 
-def groups(cluster: Manifest) -> dict[str, Manifest]:
+def ray_cluster(overlay: str) -> Manifest:
+    found: Manifest = service(overlay)["spec"]["rayClusterConfig"]
+    return found
+
+
+def groups(overlay: str) -> dict[str, Manifest]:
     """Return the head and the worker groups by name."""
+    cluster = ray_cluster(overlay)
     workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     return {"head": cluster["headGroupSpec"], **workers}
+
+
+def head(overlay: str) -> Manifest:
+    found: Manifest = groups(overlay)["head"]["template"]["spec"]
+    return found
 
 
 def pod_templates() -> Iterator[tuple[str, Manifest]]:
     """Yield all pod templates with the labels that KubeRay adds."""
     for name in SERVICES:
-        for group, spec in groups(service(name)["spec"]["rayClusterConfig"]).items():
+        for group, spec in groups(name).items():
             template = copy.deepcopy(spec["template"])
             node = "head" if group == "head" else "worker"
             template["metadata"]["labels"] |= {"ray.io/node-type": node, "ray.io/group": group}
@@ -110,12 +121,12 @@ def test_every_file_is_rendered_and_raycluster_equals_that_of_gpu_service() -> N
         named |= {(KUBERNETES / overlay / name).resolve() for name in files}
     assert set(KUBERNETES.rglob("*.yaml")) <= named
     (cluster,) = RENDERED["cluster/raycluster.yaml"]
-    assert cluster["spec"] == service("gpu")["spec"]["rayClusterConfig"]
+    assert cluster["spec"] == ray_cluster("gpu")
 
 
 @pytest.mark.parametrize("overlay", SERVICES)
 def test_ranks_fit_into_pods_of_their_group(overlay: str) -> None:
-    found, wanted = groups(service(overlay)["spec"]["rayClusterConfig"]), config(overlay).groups
+    found, wanted = groups(overlay), config(overlay).groups
     pods = {"attention": {"attention", "expert"}, "expert": set()} if overlay == "gpu" else {}
     offered: Counter[str] = Counter()
     for group in ("attention", "expert", "prefill"):
@@ -139,7 +150,7 @@ def test_ranks_fit_into_pods_of_their_group(overlay: str) -> None:
     }
     assert found["head"]["rayStartParams"]["num-cpus"] == "0"
     assert found["prefill"]["maxReplicas"] == config(overlay).prefill_slots
-    assert service(overlay)["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
+    assert ray_cluster(overlay)["enableInTreeAutoscaling"] is True
 
 
 @pytest.mark.parametrize("overlay", SERVICES)
@@ -151,8 +162,7 @@ def test_serve_configuration_names_existing_objects(overlay: str) -> None:
     assert {one["name"] for one in application["deployments"]} <= names
     module, _, name = application["import_path"].partition(":")
     assert name in (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
-    container = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
-    ports = {one["name"]: one["containerPort"] for one in container["containers"][0]["ports"]}
+    ports = {one["name"]: one["containerPort"] for one in head(overlay)["containers"][0]["ports"]}
     assert ports["serve"] == document["http_options"]["port"]
     assert document["http_options"]["request_timeout_s"] > config(overlay).http.request_timeout_s
 
@@ -189,11 +199,11 @@ def test_pods_run_with_least_privilege_and_known_environment(template: Manifest)
 def test_models_are_mounted_and_object_store_fits_shared_memory() -> None:
     path = config("base").model.path
     for overlay in SERVICES:
-        for spec in groups(service(overlay)["spec"]["rayClusterConfig"]).values():
+        for spec in groups(overlay).values():
             volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
             size = amount(volumes["shared-memory"]["emptyDir"]["sizeLimit"])
             assert int(spec["rayStartParams"]["object-store-memory"]) <= size / 2
-    for spec in groups(service("base")["spec"]["rayClusterConfig"]).values():
+    for spec in groups("base").values():
         mounts = spec["template"]["spec"]["containers"][0]["volumeMounts"]
         (found,) = (one for one in mounts if path.startswith(one["mountPath"] + "/"))
         assert found["readOnly"] is True
@@ -262,9 +272,8 @@ def _command(probe: Manifest) -> list[str]:
 def test_head_readiness_does_not_depend_on_the_application() -> None:
     """KubeRay submits the application only to a head that is ready."""
     for overlay in SERVICES:
-        head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-            command = " ".join(_command(head["containers"][0][name]))
+            command = " ".join(_command(head(overlay)["containers"][0][name]))
             assert "healthz" in command
             assert ":8000" not in command
 
@@ -280,7 +289,7 @@ def test_images_match_the_dockerfile() -> None:
     pinned = re.search(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned
     for overlay in SERVICES:
-        assert service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == pinned[1]
+        assert ray_cluster(overlay)["rayVersion"] == pinned[1]
 
 
 def test_command_of_the_single_pod_parses() -> None:
@@ -335,14 +344,13 @@ def test_clients_service_selects_only_pods_with_a_proxy(overlay: str) -> None:
         if _selects({"matchLabels": ours["spec"]["selector"]}, template):
             selected.append(name)
     assert [name for name in selected if name.startswith(overlay)] == [f"{overlay}:head"]
-    head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
-    ports = {one["name"]: one["containerPort"] for one in head["containers"][0]["ports"]}
+    ports = {one["name"]: one["containerPort"] for one in head(overlay)["containers"][0]["ports"]}
     assert [ports[port["targetPort"]] for port in ours["spec"]["ports"]] == [8000]
 
 
 @pytest.mark.parametrize("overlay", SERVICES)
 def test_workers_outlive_the_drain_of_the_head(overlay: str) -> None:
-    found = groups(service(overlay)["spec"]["rayClusterConfig"])
+    found = groups(overlay)
     drain_s = config(overlay).http.drain_timeout_s
     for name, spec in found.items():
         pod = spec["template"]["spec"]
@@ -355,7 +363,7 @@ def test_workers_outlive_the_drain_of_the_head(overlay: str) -> None:
 
 def test_disruption_budgets_protect_attention_and_expert_ranks() -> None:
     for overlay in SERVICES:
-        found = groups(service(overlay)["spec"]["rayClusterConfig"])
+        found = groups(overlay)
         budgets = {
             one["metadata"]["name"].removeprefix("tandem-"): one["spec"]
             for one in RENDERED[overlay]
@@ -416,15 +424,14 @@ def test_entrypoint_passes_all_checks_before_ray(
 
 def test_job_resumes_and_uses_a_persistent_volume() -> None:
     assert "--resume" in ENTRYPOINT
-    base = service("base")
-    head = base["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m["name"] for m in head["containers"][0]["volumeMounts"]}
-    claims = {v["name"] for v in head["volumes"] if "persistentVolumeClaim" in v}
+    pod = head("base")
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    claims = {v["name"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
     for option in ("--input", "--output"):
         path = Path(ENTRYPOINT[ENTRYPOINT.index(option) + 1])
         assert any(mounts.get(str(parent)) in claims for parent in path.parents), path
     selector = JOB["spec"]["clusterSelector"]["ray.io/cluster"]
-    assert selector == f"{base['metadata']['name']}-SUFFIX"
+    assert selector == f"{service('base')['metadata']['name']}-SUFFIX"
     assert JOB["spec"]["backoffLimit"] == 0
 
 

@@ -4,8 +4,6 @@ Run by test_triton.py in a process of its own. The interpreter truncates to bflo
 rounding, so values may differ by two steps; float32 and float16 are computed as on a GPU.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

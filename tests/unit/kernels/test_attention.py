@@ -1,7 +1,5 @@
 """Ragged paged attention, also over latents, against its references."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

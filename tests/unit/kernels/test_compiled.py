@@ -1,7 +1,5 @@
 """Compiled kernels equal their references, and a row's bits do not depend on other rows."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -162,11 +160,7 @@ class Decodes:
     def attend(self, rows: list[int], window: int | None, *, sinks: bool) -> Tensor:
         chosen = [self.sequences[row] for row in rows]
         chosen = [SequenceRows(n, 1, seq.start, seq.slots_S) for n, seq in enumerate(chosen)]
-        plan = plan_attention(
-            chosen,
-            window=window,
-            group=self.q.shape[1] // self.k.shape[1],
-        )
+        plan = plan_attention(chosen, window=window, group=self.q.shape[1] // self.k.shape[1])
         q = self.q[rows]
         fresh = self.k[: len(rows)], self.v[: len(rows)]
         return run_to_end(

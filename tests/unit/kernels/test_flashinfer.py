@@ -3,8 +3,6 @@
 PARAMETERS are those of flashinfer-python 0.6.13; an installed package is asked itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Kernels for GPUs as far as a CPU runs them; others: tests/gpu/.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path
@@ -18,14 +16,7 @@ from hypothesis import strategies as st
 from kernels import experts, fused_ops, gpu_experts, matrix_units, row_ops
 from kernels import linear as linear_module
 from kernels.gpu_experts import Pairs, grouped_products, single_products
-from kernels.linear import (
-    PackedLinear,
-    has_panels,
-    is_packed,
-    linear,
-    linears,
-    plain_linears,
-)
+from kernels.linear import PackedLinear, has_panels, is_packed, linear, linears, plain_linears
 from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4

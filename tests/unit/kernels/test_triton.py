@@ -1,7 +1,5 @@
 """Triton kernels in triton's interpreter on the CPU, and compiled ahead of time for GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Retry-After of refused requests."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 

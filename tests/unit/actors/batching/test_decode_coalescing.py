@@ -1,7 +1,5 @@
 """Due times of tokens, and LS decodes that wait for each other while BE runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

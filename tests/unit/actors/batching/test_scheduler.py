@@ -1,7 +1,5 @@
 """Continuous batching under random arrivals, cancellations and pool pressure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -53,10 +51,7 @@ class Simulation:
         self.config = config
         self.states = StateSlots(num_states, prefix_cache=prefix_cache) if num_states else None
         self.blocks = BlockManager(
-            pool_blocks,
-            prefix_cache=prefix_cache,
-            share_partial=share_partial,
-            states=self.states,
+            pool_blocks, prefix_cache=prefix_cache, share_partial=share_partial, states=self.states
         )
         self.scheduler = Scheduler(config, self.blocks)
         self.running: ScheduledBatch | None = None

@@ -1,7 +1,5 @@
 """TCP lanes, pieces and buffers; shared-memory segments."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -260,15 +258,12 @@ def test_payload_is_received_into_reused_memory() -> None:
 
 
 def test_listen_error_names_the_foreign_address() -> None:
-    end = endpoint("one", "tcp")
-    try:
+    with contextlib.closing(endpoint("one", "tcp")) as end:
         with pytest.raises(ChannelError, match=r"cannot listen on 203\.0\.113\.7"):
             end.listen("203.0.113.7")
         assert end.listen("127.0.0.1").startswith("tcp:127.0.0.1:")
         with pytest.raises(ChannelError, match="listens already"):
             end.listen()
-    finally:
-        end.close()
 
 
 SEGMENT_BYTES = 64 << 10

@@ -1,7 +1,5 @@
 """Parts of the GPU backends that need no GPU: order of events, frames, flags, memory."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The GPU channels on the model of the CUDA runtime, and the model. Figures are simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The handshake on sockets and asyncio streams, and its refusals."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 import struct
@@ -25,6 +23,7 @@ from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError
 from tests.support.channels_support import (
     TOKEN,
+    closed,
     endpoint,
     nothing_leaks,  # noqa: F401
 )
@@ -199,12 +198,8 @@ def test_mismatch_is_refused_with_both_values(
     right: dict[str, Any], left: dict[str, Any], message: str
 ) -> None:
     ends = endpoint("right", **right), endpoint("left", **left)
-    try:
-        with pytest.raises(HandshakeError, match=message):
-            ends[1].connect("right", ends[0].listen())
-    finally:
-        for end in ends:
-            end.close()
+    with closed(*ends), pytest.raises(HandshakeError, match=message):
+        ends[1].connect("right", ends[0].listen())
 
 
 def test_close_does_not_wait_for_silent_strangers() -> None:

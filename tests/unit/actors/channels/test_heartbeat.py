@@ -1,7 +1,5 @@
 """Silence, judged with a manual clock, and frames on a full socket."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

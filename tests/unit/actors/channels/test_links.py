@@ -1,7 +1,5 @@
 """Requirements of every CPU backend."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket
@@ -27,6 +25,7 @@ from contracts.requests import Priority
 from tests.support.channels_support import (
     ALL_DTYPES,
     BACKENDS,
+    closed,
     endpoint,
     first_packet,
     header,
@@ -142,7 +141,7 @@ def test_packets_of_an_older_epoch_are_dropped(backend: str) -> None:
 def test_later_epoch_replaces_the_link_and_older_ones_are_refused(backend: str) -> None:
     right = endpoint("right", backend, epoch=1)
     lefts = [endpoint("left", backend, epoch=epoch) for epoch in (1, 2)]
-    try:
+    with closed(*lefts, right):
         address = right.listen()
         lefts[0].connect("right", address)
         assert wait_for(right, PeerJoined) == [PeerJoined("left")]
@@ -163,23 +162,17 @@ def test_later_epoch_replaces_the_link_and_older_ones_are_refused(backend: str) 
         first_packet(right).release()
         send(right, "left", [torch.ones(3)], header(2, epoch=2))
         first_packet(lefts[1]).release()
-    finally:
-        for each in (*lefts, right):
-            each.close()
 
 
 def test_replaced_acceptor_is_not_joined(backend: str) -> None:
     left = endpoint("left", backend, epoch=1)
     rights = [endpoint("right", backend, epoch=epoch) for epoch in (2, 1)]
-    try:
+    with closed(left, *rights):
         addresses = [right.listen() for right in rights]
         left.connect("right", addresses[0])
         with pytest.raises(HandshakeError, match="right is at epoch 1, which has been replaced"):
             left.join("right", addresses[1])
         assert left.peers() == ("right",)
-    finally:
-        for each in (left, *rights):
-            each.close()
 
 
 def test_linked_name_is_refused(backend: str) -> None:
@@ -198,15 +191,13 @@ def test_connect_to_unused_address_fails_within_the_deadline(backend: str) -> No
     address = gone.listen()
     gone.close()
     left = endpoint("left", backend, connect_timeout_s=2.0)
-    try:
+    with closed(left):
         with pytest.raises(ChannelError, match="cannot connect"):
             left.connect("gone", address)
         with pytest.raises(ChannelError, match="has no link to gone"):
             left.reserve("gone", [])
         with pytest.raises(ChannelError, match="expected unix:"):
             left.connect("gone", "nonsense")
-    finally:
-        left.close()
 
 
 def test_wake_ends_a_poll_in_another_thread(backend: str) -> None:

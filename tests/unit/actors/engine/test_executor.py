@@ -1,7 +1,5 @@
 """The executor's event loop with a fake model half and a fake endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any

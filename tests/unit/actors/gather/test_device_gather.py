@@ -1,13 +1,12 @@
 """Experts gathered between GPUs: real threads and sockets, with memory of the CUDA model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from actors.channels import cuda
 from actors.channels.listener import ADDRESS_SEPARATOR as SEPARATOR
@@ -18,6 +17,7 @@ from contracts.errors import ChannelError, HandshakeError
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertBuffer
 from models.weights.checkpoint import check_checkpoint
+from tests.support import prefill_workers
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.cuda_model import CUPY, FreeModel, Nccl, Runtime, installed
 from tests.support.gather_workload import GpuLayout
@@ -27,11 +27,10 @@ from tests.support.prefill_workers import (
     join_all,
     layout_of,
     make_source,
+    unlinked,
     worker_spec,
 )
 from tests.support.tiny_models import Checkpoints
-
-LAYERS = {"num_hidden_layers": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -44,31 +43,31 @@ def free_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreeModel]:
         yield FreeModel()
 
 
-def gathering(
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4)
+
+
+@contextmanager
+def on_gpus(
     folder: Path, workers: int, window: int | None = None, backend: str = "ipc", **settings: float
-) -> list[PeerSource]:
+) -> Iterator[list[PeerSource]]:
     config = group_config(prefill={"experts": "gathered"}, channel=settings)
-    specs = [
-        worker_spec(folder, rank, workers, backend=backend, config=config)
-        for rank in range(workers)
-    ]
     layout = GpuLayout(check_checkpoint(folder))
-    sources = [make_source(spec, window=window, layout=layout) for spec in specs]
-    if backend == "nccl":  # as on other nodes: no Unix socket
-        reached = {each.name: each.listen("127.0.0.1").split(SEPARATOR)[1] for each in sources}
-        for source in sources:
-            source.connect(reached)
-    else:
-        join_all(sources)
-    return sources
+    made = {"backend": backend, "window": window, "layout": layout, "config": config}
+    with unlinked(folder, workers, **made) as sources:
+        if backend == "nccl":  # as on other nodes: no Unix socket
+            reached = {each.name: each.listen("127.0.0.1").split(SEPARATOR)[1] for each in sources}
+            for source in sources:
+                source.connect(reached)
+        else:
+            join_all(sources)
+        yield sources
 
 
 def check_copy(folder: Path, source: PeerSource, layer: int) -> None:
-    buffer = ExpertBuffer(GpuLayout(check_checkpoint(folder)))
-    for piece in buffer.pieces:
-        piece.fill_(torch.nan)
-    source.copy(layer, buffer)
-    assert_layer(folder, buffer, layer, packed=False)
+    layout = GpuLayout(check_checkpoint(folder))
+    prefill_workers.check_copy(folder, source, layer, packed=False, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -77,134 +76,113 @@ def check_copy(folder: Path, source: PeerSource, layer: int) -> None:
 def test_workers_copy_from_each_others_memory(
     tiny_checkpoint: Checkpoints, family: str, window: int | None
 ) -> None:
-    folder = tiny_checkpoint(family, **LAYERS)
+    folder = tiny_checkpoint(family, num_hidden_layers=4)
     layers = check_checkpoint(folder).moe_layers[1:]
-    sources = gathering(folder, 3, window)
-    for step in range(2 * len(layers)):
-        for shift, source in enumerate(sources):
-            check_copy(folder, source, layers[(step + shift) % len(layers)])
-    assert [source.fallbacks for source in sources] == [0, 0, 0]
-    assert sum(source.bytes_moved()[0] for source in sources) == sum(
-        source.bytes_moved()[1] for source in sources
-    )
-    for source in sources:
-        source.close()
+    with on_gpus(folder, 3, window) as sources:
+        for step in range(2 * len(layers)):
+            for shift, source in enumerate(sources):
+                check_copy(folder, source, layers[(step + shift) % len(layers)])
+        assert [source.fallbacks for source in sources] == [0, 0, 0]
+        sent, received = zip(*(source.bytes_moved() for source in sources), strict=True)
+        assert sum(sent) == sum(received)
 
 
 @pytest.mark.parametrize(("family", "window"), [("qwen3_moe", None), ("gpt_oss", 2)])
 def test_workers_on_several_nodes_gather_by_nccl(
     tiny_checkpoint: Checkpoints, family: str, window: int | None
 ) -> None:
-    folder = tiny_checkpoint(family, **LAYERS)
+    folder = tiny_checkpoint(family, num_hidden_layers=4)
     layers = check_checkpoint(folder).moe_layers[1:]
-    sources = gathering(folder, 3, window, "nccl")
-    for step in range(2 * len(layers)):
-        for shift, source in enumerate(sources):
-            check_copy(folder, source, layers[(step + shift) % len(layers)])
-    assert [(source.fallbacks, source.lost) for source in sources] == [(0, {})] * 3
-    assert all(link.in_turn for source in sources for link in source._links.values())
-    sent, received = map(sum, zip(*(source.bytes_moved() for source in sources), strict=True))
-    assert sent == received > 0
-    sources[1].close()
-    check_copy(folder, sources[0], layers[0])
-    assert list(sources[0].lost) == ["prefill-1"]
-    for source in sources:
-        source.close()
+    with on_gpus(folder, 3, window, "nccl") as sources:
+        for step in range(2 * len(layers)):
+            for shift, source in enumerate(sources):
+                check_copy(folder, source, layers[(step + shift) % len(layers)])
+        assert [(source.fallbacks, source.lost) for source in sources] == [(0, {})] * 3
+        assert all(link.in_turn for source in sources for link in source._links.values())
+        moved = [source.bytes_moved() for source in sources]
+        sent, received = map(sum, zip(*moved, strict=True))
+        assert sent == received > 0
+        sources[1].close()
+        check_copy(folder, sources[0], layers[0])
+        assert list(sources[0].lost) == ["prefill-1"]
 
 
 def test_a_transfer_that_fails_comes_from_the_fallback(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    sources = gathering(folder, 2, backend="nccl")
-    monkeypatch.setattr(Nccl, "broken", True)
-    check_copy(folder, sources[0], 1)
-    assert sources[0].fallbacks == 1
-    assert "prefill-1: NCCL failed: unhandled system error" in sources[0].lost["prefill-1"]
-    for source in sources:
-        source.close()
+    with on_gpus(folder, 2, backend="nccl") as sources:
+        monkeypatch.setattr(Nccl, "broken", True)
+        check_copy(folder, sources[0], 1)
+        assert sources[0].fallbacks == 1
+        assert "prefill-1: NCCL failed: unhandled system error" in sources[0].lost["prefill-1"]
 
 
-def test_store_over_peers_gives_each_layer_whole(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+def test_store_over_peers_gives_each_layer_whole(folder: Path) -> None:
     layout = GpuLayout(check_checkpoint(folder))
-    source, other = gathering(folder, 2)
-    resident = {0: ExpertBuffer(layout).layer}
-    store = CopyingStore(source, resident, layout, deadline_s=20.0)
-    for _ in range(3):
-        for layer in layout.spec.moe_layers[1:]:
-            store.fetch(layer)
-            assert store._held is not None
-            assert_layer(folder, store._held[1].buffer, layer, packed=False)
-    assert store.waited_s >= 0.0
-    source.abort()
-    store.close()
-    other.close()
+    with on_gpus(folder, 2) as (source, _):
+        resident = {0: ExpertBuffer(layout).layer}
+        store = CopyingStore(source, resident, layout, deadline_s=20.0)
+        for _ in range(3):
+            for layer in layout.spec.moe_layers[1:]:
+                store.fetch(layer)
+                assert store._held is not None
+                assert_layer(folder, store._held[1].buffer, layer, packed=False)
+        assert store.waited_s >= 0.0
+        source.abort()
+        store.close()
 
 
-def test_part_copied_from_a_process_that_is_ending_comes_from_the_fallback(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+def refuse_to_open(runtime: Runtime, handle: bytes) -> int:
+    raise RuntimeError("cudaErrorMapBufferObjectFailed")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (LocalProcess, "is_ending", True, "prefill-1 closed its connection"),
+        (Runtime, "ipcOpenMemHandle", refuse_to_open, "cudaErrorMapBufferObjectFailed"),
+    ],
+    ids=["ending process", "memory that cannot be opened"],
+)
+def test_part_that_cannot_be_copied_comes_from_the_fallback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, value: Any, reason: str
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    sources = gathering(folder, 2)
-    monkeypatch.setattr(LocalProcess, "is_ending", True)
-    check_copy(folder, sources[0], 1)
-    assert "prefill-1 closed its connection" in sources[0].lost["prefill-1"]
-    assert sources[0].fallbacks == 1
-    for source in sources:
-        source.close()
-
-
-def test_memory_that_cannot_be_opened_comes_from_the_fallback(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(runtime: Runtime, handle: bytes) -> int:
-        raise RuntimeError("cudaErrorMapBufferObjectFailed")
-
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    sources = gathering(folder, 2)
-    monkeypatch.setattr(Runtime, "ipcOpenMemHandle", refuses)
-    check_copy(folder, sources[0], 1)
-    assert "cudaErrorMapBufferObjectFailed" in sources[0].lost["prefill-1"]
-    assert sources[0].fallbacks == 1
-    for source in sources:
-        source.close()
+    with on_gpus(folder, 2) as sources:
+        monkeypatch.setattr(owner, name, value)
+        check_copy(folder, sources[0], 1)
+        assert reason in sources[0].lost["prefill-1"]
+        assert sources[0].fallbacks == 1
 
 
 def test_copy_that_does_not_end_loses_its_peer_and_then_names_the_layer(
-    tiny_checkpoint: Checkpoints, free_model: FreeModel, monkeypatch: pytest.MonkeyPatch
+    folder: Path, free_model: FreeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    sources = gathering(
-        folder, 2, heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1, connect_timeout_s=0.6
-    )
     closed: list[int] = []
     monkeypatch.setattr(
         Runtime, "ipcCloseMemHandle", lambda runtime, pointer: closed.append(pointer)
     )
     buffer = ExpertBuffer(GpuLayout(check_checkpoint(folder)))
-    check_copy(folder, sources[0], 1)
     waits = iter([lambda *_: None])  # the buffer is free
 
     def wait(*given: object) -> None:
         next(waits, cuda.wait_for_stream)(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("actors.gather.peer_source.wait_for_stream", wait)
-    free_model.held = True
-    with pytest.raises(
-        ChannelError, match=r"experts of layer 2: the GPU has not completed it in 0\.6"
-    ):
-        sources[0].copy(2, buffer)
-    assert "copy from the GPU of prefill-1 has not ended in 0.3 s" in sources[0].lost["prefill-1"]
-    gc.collect()
-    assert not closed, "memory is open while it may be read"
-    free_model.end_held()
-    for source in sources:
-        source.close()
+    heartbeat = {"heartbeat_timeout_s": 0.3, "heartbeat_interval_s": 0.1}
+    with on_gpus(folder, 2, None, **heartbeat, connect_timeout_s=0.6) as sources:
+        check_copy(folder, sources[0], 1)
+        monkeypatch.setattr("actors.gather.peer_source.wait_for_stream", wait)
+        free_model.held = True
+        expected = r"experts of layer 2: the GPU has not completed it in 0\.6"
+        with pytest.raises(ChannelError, match=expected):
+            sources[0].copy(2, buffer)
+        lost = sources[0].lost["prefill-1"]
+        assert "copy from the GPU of prefill-1 has not ended in 0.3 s" in lost
+        gc.collect()
+        assert not closed, "memory is open while it may be read"
+        free_model.end_held()
 
 
-def test_worker_on_a_cpu_is_refused(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+def test_worker_on_a_cpu_is_refused(folder: Path) -> None:
     spec = worker_spec(folder, 0, 2, backend="ipc")
     on_gpu = make_source(spec, layout=GpuLayout(check_checkpoint(folder)))
     spec = worker_spec(folder, 1, 2, backend="shm")

@@ -6,60 +6,57 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import actors.gather.peer_source
 from actors.channels.listener import ADDRESS_SEPARATOR
-from actors.gather.peer_source import PeerSource
 from actors.gather.weight_link import WeightLink
 from contracts.errors import ChannelError, HandshakeError
 from models.weights.checkpoint import check_checkpoint
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import group_config
 from tests.support.prefill_workers import (
-    assert_layer,
+    check_copy,
     gathering,
     join_all,
     layout_of,
     make_source,
     new_buffer,
+    unlinked,
     worker_spec,
 )
 from tests.support.tiny_models import Checkpoints
 
-LAYERS = {"num_hidden_layers": 4}
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe")
 
 
-def check_copy(folder: Path, source: PeerSource, layer: int, *, packed: bool = True) -> None:
-    buffer = new_buffer(folder, packed=packed)
-    source.copy(layer, buffer)
-    assert_layer(folder, buffer, layer, packed=packed)
+@pytest.fixture
+def deep(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=4)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_workers_at_different_layers_share_a_window_of_one(
-    tiny_checkpoint: Checkpoints, backend: str
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    layers = check_checkpoint(folder).moe_layers[1:]
-    with gathering(folder, 3, backend=backend, window=1) as sources:
+def test_workers_at_different_layers_share_a_window_of_one(deep: Path, backend: str) -> None:
+    layers = check_checkpoint(deep).moe_layers[1:]
+    with gathering(deep, 3, backend=backend, window=1) as sources:
         for step in range(2 * len(layers)):
             for shift, source in enumerate(sources):
-                check_copy(folder, source, layers[(step + shift) % len(layers)])
+                check_copy(deep, source, layers[(step + shift) % len(layers)])
 
 
 def test_more_workers_than_experts_leave_some_without_a_part(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=1)
-    with gathering(folder, 3, backend="tcp") as sources:
+    with gathering(folder, 3) as sources:
         for source in sources:
             check_copy(folder, source, 1)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
+def test_stranger_is_refused(folder: Path, backend: str) -> None:
     stranger = make_source(worker_spec(folder, 1, 2, backend=backend, token=b"guessed" * 5))
     with gathering(folder, 2, backend=backend) as sources:
         with pytest.raises(HandshakeError, match=r"cannot join prefill-0: .*wrong token"):
@@ -76,42 +73,32 @@ def test_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> None
     ],
 )
 def test_model_or_placement_mismatch_is_refused(
-    tiny_checkpoint: Checkpoints, workers: int, num_experts: int, message: str
+    tiny_checkpoint: Checkpoints, folder: Path, workers: int, num_experts: int, message: str
 ) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
     other = tiny_checkpoint("qwen3_moe", num_experts=num_experts)
     stray = make_source(worker_spec(other, 1, workers, backend="tcp"))
     expected = pytest.raises(HandshakeError, match=message)
-    with gathering(folder, 2, backend="tcp") as sources, expected:
+    with gathering(folder, 2) as sources, expected:
         stray.connect({"prefill-0": sources[0].address})
     stray.close()
 
 
-def test_layout_mismatch_is_refused(tiny_checkpoint: Checkpoints) -> None:
+def test_layout_mismatch_is_refused(folder: Path) -> None:
     """A layout of another processor; plain matrices fit any processor."""
-    folder = tiny_checkpoint("qwen3_moe")
     other = layout_of(folder)
     other.digest = b"of another processor"
     stray = make_source(worker_spec(folder, 1, 2, backend="tcp"), layout=other)
     expected = pytest.raises(HandshakeError, match=r"set prefill\.packed_experts=false on all")
-    with gathering(folder, 2, backend="tcp") as sources, expected:
+    with gathering(folder, 2) as sources, expected:
         stray.connect({"prefill-0": sources[0].address})
     stray.close()
-    plain = layout_of(folder, packed=False)
-    sources = [
-        make_source(worker_spec(folder, rank, 2, backend="tcp"), layout=plain) for rank in (0, 1)
-    ]
-    join_all(sources)
-    check_copy(folder, sources[0], 1, packed=False)
-    for source in sources:
-        source.close()
+    with gathering(folder, 2, layout=layout_of(folder, packed=False)) as sources:
+        check_copy(folder, sources[0], 1, packed=False)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_replaced_worker_is_rejoined_at_its_new_address(
-    tiny_checkpoint: Checkpoints, backend: str
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+def test_replaced_worker_is_rejoined_at_its_new_address(deep: Path, backend: str) -> None:
+    folder = deep
     with gathering(folder, 2, backend=backend) as (first, second):
         second.close()
         check_copy(folder, first, 1)
@@ -131,10 +118,8 @@ def test_replaced_worker_is_rejoined_at_its_new_address(
         third.close()
 
 
-def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
-    tiny_checkpoint: Checkpoints,
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(deep: Path) -> None:
+    folder = deep
 
     class Broken:
         def copy_part(self, layer: int, first: int, last: int, into: object) -> None:
@@ -173,28 +158,14 @@ def mute(*, hangs_up: bool) -> Iterator[str]:
             sock.close()
 
 
-@contextlib.contextmanager
-def sources(folder: Path, count: int, **spec: Any) -> Iterator[list[PeerSource]]:
-    spec.setdefault("backend", "tcp")
-    made = [make_source(worker_spec(folder, rank, count, **spec)) for rank in range(count)]
-    try:
-        yield made
-    finally:
-        for source in made:
-            source.close()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("hangs_up", [False, True])
-def test_unresponsive_peer_is_skipped_and_others_are_joined(
-    tiny_checkpoint: Checkpoints, hangs_up: bool
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
+def test_unresponsive_peer_is_skipped_and_others_are_joined(folder: Path, hangs_up: bool) -> None:
     config = group_config(
         prefill={"experts": "gathered"},
         channel={"heartbeat_timeout_s": 1.0, "heartbeat_interval_s": 0.2, "connect_timeout_s": 3.0},
     )
-    with mute(hangs_up=hangs_up) as address, sources(folder, 3, config=config) as made:
+    with mute(hangs_up=hangs_up) as address, unlinked(folder, 3, config=config) as made:
         first, _, third = made
         first.connect({"prefill-1": address, "prefill-2": third.listen("127.0.0.1")})
         check_copy(folder, first, 1)
@@ -203,11 +174,10 @@ def test_unresponsive_peer_is_skipped_and_others_are_joined(
 
 
 def test_worker_moved_to_another_node_uses_tcp(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.gather.peer_source, "_is_far", lambda host: True)
-    folder = tiny_checkpoint("qwen3_moe")
-    with sources(folder, 2, backend="shm") as (stayed, moved):
+    with unlinked(folder, 2, backend="shm") as (stayed, moved):
         for source in (stayed, moved):
             source.listen("127.0.0.1")
         stayed.connect({"prefill-1": elsewhere(moved.address)})
@@ -227,9 +197,8 @@ def elsewhere(address: str) -> str:
     return ADDRESS_SEPARATOR.join((unix + "-gone", tcp))
 
 
-def test_running_local_peer_is_lost_after_four_timeouts(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
-    with sources(folder, 2) as (source, _):
+def test_running_local_peer_is_lost_after_four_timeouts(folder: Path) -> None:
+    with unlinked(folder, 2) as (source, _):
         ours, theirs = socket.socketpair()  # the process behind it is this one: it runs
         link = WeightLink("prefill-1", ours, 1, None)
         source._links["prefill-1"] = link

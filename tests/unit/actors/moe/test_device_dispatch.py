@@ -1,7 +1,5 @@
 """Dispatch on a device against numpy's: with CPU tensors, or on a GPU where there is one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

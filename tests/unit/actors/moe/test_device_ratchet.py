@@ -5,8 +5,6 @@ host reads, 42 copies and 28 launches on its attention rank, and 4 reads and 42 
 packets on an expert rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Metrics of dispatched tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The expert rank's loop with a fake endpoint and experts that take one second per step."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

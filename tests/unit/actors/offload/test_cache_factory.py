@@ -42,7 +42,19 @@ def layout() -> ExpertLayout:
 @pytest.mark.parametrize(
     ("experts", "free", "error", "expected_error"),
     [
-        ({"slots": 1}, 1 << 40, ConfigError, "experts.slots=1: room for 1 experts, but a token"),
+        (
+            {"slots": 1},
+            1 << 40,
+            ConfigError,
+            "experts.slots=1: room for 1 experts, but a token is computed with 2 of a layer: "
+            "give at least experts.slots=2, or experts.bytes=442368",
+        ),
+        (
+            {"bytes": 400_000},
+            1 << 40,
+            ConfigError,
+            "experts.bytes=400000: room for 1 experts, but a token is computed with 2 of a layer: ",
+        ),
         (
             {"slots": 40},
             10 * 221184 + 5,

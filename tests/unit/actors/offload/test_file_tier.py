@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.offload.cache_factory import slot_count
 from actors.offload.file_tier import ENTRIES, FileTier, open_expert_file
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, ConfigError
-from contracts.loading import load_config
+from contracts.errors import ChannelError
 from contracts.requests import Priority
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import ComputeFormat, ComputeSlots
@@ -157,16 +155,3 @@ def test_reader_ends_with_its_worker_without_descriptors(opened: Callable[..., R
     rig.cache.close()
     assert process.poll() is not None
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(
-    ("experts", "error"),
-    [
-        (["slots=1"], r"experts.slots=1: room for 1 experts.*at least experts.slots=3"),
-        (["bytes=40000"], r"experts.bytes=40000: room for 2 experts.*experts.bytes=60000"),
-    ],
-)
-def test_too_small_budget_names_required_size(folder: Path, experts: list[str], error: str) -> None:
-    config = load_config(None, [f"experts.{each}" for each in experts])
-    with pytest.raises(ConfigError, match=error):
-        slot_count(config.experts, 20_000, check_checkpoint(folder))

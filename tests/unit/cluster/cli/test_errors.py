@@ -159,10 +159,7 @@ BROKEN_TEXT: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda folder: (folder / "tokenizer.json").unlink(), ["no tokenizer.json"]),
     (lambda folder: (folder / "tokenizer.json").write_text('{"a"'), ["tokenizer.json", "read"]),
     (lambda folder: (folder / "tokenizer_config.json").write_text("{"), ["tokenizer_config.json"]),
-    (
-        lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
-        ["tokenizer_config.json"],
-    ),
+    (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), ["tokenizer_config.json"]),
     (in_config(chat_template=[{"template": "a"}]), ["tokenizer_config.json", "chat_template"]),
     (in_config(added_tokens_decoder={"x": {}}), ["tokenizer_config.json", "added_tokens_decoder"]),
     (in_config(added_tokens_decoder=[1]), ["tokenizer_config.json", "added_tokens_decoder"]),

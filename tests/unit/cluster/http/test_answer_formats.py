@@ -130,8 +130,7 @@ def test_answer_with_a_grammar_follows_free_reasoning(api: Api) -> None:
     structure: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for reply in replies:
         fields = {"guided_json": {**structure, "additionalProperties": False, "required": ["a"]}}
-        while not api.rank.submits.empty():
-            api.rank.submits.get()
+        api.received()
         message, reason = answer(api, reply, extra_body=fields)
         assert (message["content"], reason) == (answered, "stop")
         assert message.get("reasoning_content") == (None if reply == answered else 'Hm, {"b')
@@ -149,8 +148,7 @@ def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
     def prompt_of(arguments: Any, **fields: Any) -> str:
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        while not api.rank.submits.empty():
-            api.rank.submits.get()
+        api.received()
         body = {"messages": [*messages, {"role": "tool", "content": "3"}], "max_tokens": 1}
         assert api.post("/v1/chat/completions", **body, **fields).status_code == 200
         return api.tokenizer.decode(api.rank.submits.get().token_ids, False)
@@ -180,7 +178,7 @@ def test_answer_continues_last_message_in_its_field(api: Api) -> None:
         message, _ = answer(api, reply, [*USER, last], tools=[ADD], extra_body=fields)
         assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
         assert len(message["tool_calls"]) == (CALL in reply)
-        ids = [api.rank.submits.get() for _ in range(api.rank.submits.qsize())][-1].token_ids
+        ids = api.received()[-1].token_ids
         assert api.tokenizer.decode(ids, False).endswith(f"assistant:{text}")
 
 

@@ -11,7 +11,6 @@ from cluster.http.schemas import CompletionBody
 from contracts.config import HttpConfig
 from contracts.errors import RequestError
 from tests.support.api_harness import CONTEXT_TOKENS, Api, refused, serve_api
-from tests.support.fake_rank import FakeRank
 
 USER = [{"role": "user", "content": "Hello"}]
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
@@ -20,9 +19,8 @@ MAX_BODY_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
     http = HttpConfig(max_body_bytes=MAX_BODY_BYTES, max_batch_items=64)
-    with serve_api(folder, [rank], http) as api:
+    with serve_api(folder, None, http) as api:
         yield api
 
 

@@ -19,7 +19,6 @@ from contracts.config import BatchConfig, HttpConfig
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.waiting import wait_until
 
 COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
@@ -30,11 +29,6 @@ KEYED = HttpConfig(api_keys=["first", "second"])
 def line(custom_id: str, prompt: str = "a", url: str = COMPLETIONS, **fields: Any) -> str:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, **fields}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,24 +20,17 @@ from contracts.errors import RankError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import CONTEXT_TOKENS, Api, refused, serve_api, tokenize_row
-from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
+from tests.support.api_harness import CONTEXT_TOKENS, Api, refused, tokenize_row
+from tests.support.fake_rank import CACHED_TOKENS, token_logprob
 from tests.support.tokenization import continuations
 
 SEVERAL = ["entirely positive", "no"]
 
 
-@pytest.fixture(scope="module")
-def api(folder: Path) -> Iterator[Api]:
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
-        yield api
-
-
 @pytest.fixture(autouse=True)
 def tokenizer(api: Api) -> Tokenizer:
     """Return the tokenizer after dropping what earlier tests sent."""
-    while not api.rank.submits.empty():
-        api.rank.submits.get()
+    api.received()
     return api.tokenizer
 
 
@@ -80,9 +71,7 @@ def test_single_token_label_probabilities_are_softmax_of_logits(
 def test_longer_labels_share_pass_for_first_tokens(api: Api, tokenizer: Tokenizer) -> None:
     body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
     prompt_ids, label_ids = continuations(tokenizer, "Well,", [f" {label}" for label in SEVERAL])
-    submits = [api.rank.submits.get(timeout=5)]
-    while not api.rank.submits.empty():
-        submits.append(api.rank.submits.get())
+    submits = api.received()
     firsts = list(dict.fromkeys(ids[0] for ids in label_ids))
     assert (submits[0].token_ids, submits[0].candidates) == (prompt_ids, firsts)
     for submit in submits[1:]:
@@ -217,7 +206,7 @@ def score(api: Api, **body: object) -> Any:
 
 
 def prompts(api: Api) -> list[list[int]]:
-    return [api.rank.submits.get().token_ids for _ in range(api.rank.submits.qsize())]
+    return [submit.token_ids for submit in api.received()]
 
 
 def test_scores_are_probabilities_over_vocabulary(api: Api) -> None:

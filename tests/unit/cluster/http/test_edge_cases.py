@@ -3,13 +3,11 @@
 import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.api_harness import MODEL, Api, refused, serve_api
-from tests.support.fake_rank import FakeRank
+from tests.support.api_harness import MODEL, Api, refused
 
 USER: Any = [{"role": "user", "content": "Hello"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -19,12 +17,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [60]},
 }
 DEPTH = 100_000
-
-
-@pytest.fixture(scope="module")
-def api(folder: Path) -> Iterator[Api]:
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60, 61])]) as api:
-        yield api
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from contracts.config import HttpConfig
 from contracts.logs import LineFormatter
 from contracts.messages import Submit
 from contracts.requests import Priority
-from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
+from tests.support.api_harness import MODEL, TIMEOUT_S, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
 
 Serve = Callable[..., AbstractContextManager[Api]]
@@ -106,10 +106,9 @@ def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptu
     assert api.app.state.memory_budget.held_bytes == 0
 
 
-def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, object]) -> None:
+def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, Any]) -> None:
     """Send a request and disconnect once the rank has received all of it."""
-    request = api.http.build_request("POST", path, json={"model": MODEL, **body})
-    sending = api.loop.start(api.send(request))
+    sending = api.start(path, **body)
     for _ in range(submits):
         api.rank.submits.get(timeout=5)
     sending.cancel()
@@ -128,8 +127,7 @@ def test_ranks_lost_during_stream_yield_error_event(api: Api, rank: FakeRank) ->
 def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank) -> None:
     rank.fail_with = ("attention-0: out of KV blocks", "kv_exhausted", 503)
     response = api.post("/v1/completions", prompt="Hello")
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "kv_exhausted"
+    assert refused(response, 503, None)["code"] == "kv_exhausted"
     streamed = api.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=True
     )
@@ -142,31 +140,22 @@ def test_unhealthy_rank_gets_503_with_reason(folder: Path, rank: FakeRank) -> No
         api.wait_for(lambda: bool(api.backend.problems()))
         assert "told so" in api.http.get("/health").json()["error"]["message"]
         response = api.post("/v1/completions", prompt="Hello")
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "not_ready"
+        assert refused(response, 503, None)["code"] == "not_ready"
 
 
 def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank: FakeRank) -> None:
     rank.hold_after = 0
     with serve_api(folder, [rank], max_waiting=8) as api:
-        body = {"model": MODEL, "prompt": ["a"] * 40, "max_tokens": 2}
-        large = api.loop.start(
-            api.send(api.http.build_request("POST", "/v1/completions", json=body))
-        )
+        large = api.start("/v1/completions", prompt=["a"] * 40, max_tokens=2)
         held = [rank.submits.get(timeout=5) for _ in range(6)]
-        small = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
-        sent = [
-            api.loop.start(api.send(api.http.build_request("POST", "/v1/completions", json=small)))
-            for _ in range(2)
-        ]
+        sent = [api.start("/v1/completions", prompt="Hello", max_tokens=2) for _ in range(2)]
         received = [rank.submits.get(timeout=5) for _ in sent]
         texts = [
             [api.tokenizer.decode(each.token_ids) for each in some] for some in (held, received)
         ]
         assert texts == [["a"] * 6, ["Hello"] * 2]
-        full = api.post("/v1/completions", prompt="Hello")
-        assert full.status_code == 429, "first sequences use the reserved share"
-        assert full.json()["error"]["code"] == "overloaded"
+        full = api.post("/v1/completions", prompt="Hello")  # the reserved share is used up
+        assert refused(full, 429, None)["code"] == "overloaded"
         assert int(full.headers["Retry-After"]) >= 1
         for request in (large, *sent):
             request.cancel()
@@ -177,8 +166,7 @@ def test_request_over_timeout_gets_504(folder: Path, rank: FakeRank, hold_after:
     rank.hold_after = hold_after
     with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
         response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
-        assert response.status_code == 504
-        assert response.json()["error"]["code"] == "timeout"
+        assert refused(response, 504, None)["code"] == "timeout"
         assert rank.cancels.get(timeout=5) == 1
 
 
@@ -265,9 +253,8 @@ def test_draining_server_rejects_new_requests_and_completes_open_ones(
         assert api.loop.run(api.app.drain(0.1)) == 1, "still under way"
         with httpx.Client(base_url=api.url, timeout=TIMEOUT_S) as other:
             assert other.get("/health").status_code == 503
-            refused = other.post("/v1/completions", json={**body, "stream": False})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-            assert "stopping" in refused.json()["error"]["message"]
+            response = other.post("/v1/completions", json={**body, "stream": False})
+            assert refused(response, 503, None, "stopping")["code"] == "not_ready"
             assert other.get("/load", timeout=TIMEOUT_S).json()["server_load"] == 1
         waiting = api.loop.start(api.app.drain(TIMEOUT_S))
     assert waiting.result(TIMEOUT_S) == 0, "drained after the last request"

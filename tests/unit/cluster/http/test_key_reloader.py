@@ -190,13 +190,8 @@ KEYS: list[str | ApiKey] = [
 
 
 @pytest.fixture(scope="module")
-def rank() -> FakeRank:
-    return FakeRank("attention-0", lambda submit: [60, 61])
-
-
-@pytest.fixture(scope="module")
-def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
-    with serve_api(folder, [rank], HttpConfig(api_keys=KEYS)) as api:
+def api(folder: Path) -> Iterator[Api]:
+    with serve_api(folder, None, HttpConfig(api_keys=KEYS)) as api:
         yield api
 
 
@@ -232,13 +227,11 @@ def test_token_quota_overdraft_must_be_refilled(api: Api) -> None:
 
 
 def test_concurrency_limit_counts_waiting_and_disconnected_requests(folder: Path) -> None:
-    rank = FakeRank("attention-0", lambda submit: [60, 61])
+    rank = FakeRank()
     rank.hold_after = 0
     with serve_api(folder, [rank], HttpConfig(api_keys=KEYS)) as api:
-        body = {"model": MODEL, "prompt": "a", "max_tokens": 9}
         headers = {"Authorization": "Bearer single"}
-        request = api.http.build_request("POST", "/v1/completions", json=body, headers=headers)
-        waiting = api.loop.start(api.send(request))
+        waiting = api.start("/v1/completions", headers, prompt="a", max_tokens=9)
         rank.submits.get(timeout=TIMEOUT_S)
         refused = send(api, "single")
         assert refused.status_code == 429
@@ -256,12 +249,11 @@ def test_rejected_requests_release_concurrency(api: Api) -> None:
     assert send(api, "single").status_code == 200
 
 
-def test_key_with_fixed_priority_rejects_others(api: Api, rank: FakeRank) -> None:
-    while not rank.submits.empty():
-        rank.submits.get()
+def test_key_with_fixed_priority_rejects_others(api: Api) -> None:
+    api.received()
     for fields in ({}, {"priority": "be"}, {"priority": 3}, {"service_tier": "flex"}):
         assert send(api, "patient", **fields).status_code == 200
-        assert rank.submits.get(timeout=TIMEOUT_S).priority.label == "be"
+        assert [submit.priority.label for submit in api.received()] == ["be"]
     for fields in ({"priority": "ls"}, {"priority": 0}, {"service_tier": "priority"}):
         refused = send(api, "patient", **fields)
         assert refused.status_code == 403

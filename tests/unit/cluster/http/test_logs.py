@@ -87,7 +87,7 @@ def test_log_contains_no_prompt_text(
     if has_bug:
         monkeypatch.setattr("cluster.http.generation._Run.answer", _bug)
         monkeypatch.setattr("cluster.http.generation._Run._usage", _bug)
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60, 61, 62])]) as api:
+    with serve_api(folder) as api:
         send_all(api)
         assert isinstance(api.app, App)
         api.loop.call(api.app.close)
@@ -102,8 +102,7 @@ def test_excluded_path_is_logged_only_when_it_fails(
     folder: Path, tmp_path: Path, everything: io.StringIO
 ) -> None:
     path = set_up(tmp_path, prompts=False)
-    rank = FakeRank("attention-0", lambda submit: [60])
-    with serve_api(folder, [rank], HttpConfig(access_log_exclude=["/health", "/load"])) as api:
+    with serve_api(folder, None, HttpConfig(access_log_exclude=["/health", "/load"])) as api:
         assert api.http.get("/health", headers={"x-request-id": "probe-1"}).status_code == 200
         assert api.http.get("/version", headers={"x-request-id": "other"}).status_code == 200
         api.app.app_state.drainer.is_draining = True
@@ -120,8 +119,7 @@ def test_log_prompts_logs_bodies_and_error_messages(
 ) -> None:
     path = set_up(tmp_path, prompts=True)
     monkeypatch.setattr("cluster.http.generation._Run.answer", _bug)
-    rank = FakeRank("attention-0", lambda submit: [60])
-    with serve_api(folder, [rank], logs_prompts=True) as api:
+    with serve_api(folder, logs_prompts=True) as api:
         send_all(api)
     lines = logged(everything, path).splitlines()
     first = next(line for line in lines if "tandem.prompts request_body request_id=asked-0" in line)
@@ -152,13 +150,8 @@ PRIVATE = "nobody may read this"
 
 
 @pytest.fixture(scope="module")
-def rank() -> FakeRank:
-    return FakeRank("attention-0", lambda submit: [60, 61])
-
-
-@pytest.fixture(scope="module")
-def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
-    with serve_api(folder, [rank], HttpConfig(api_keys=["secret-key"], root_path="/llm")) as api:
+def api(folder: Path) -> Iterator[Api]:
+    with serve_api(folder, None, HttpConfig(api_keys=["secret-key"], root_path="/llm")) as api:
         api.http.headers["Authorization"] = "Bearer secret-key"
         yield api
 
@@ -238,9 +231,7 @@ def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
         idle = {"requests": 0, "waiting": {"ls": 0, "be": 0}}
         load = api.http.get("/load").json()
         assert load == {"server_load": 0, "pipelines": {"generation": idle, "prefill": idle}}
-        body = {"model": MODEL, "prompt": "a", "max_tokens": 9, "priority": "be"}
-        request = api.http.build_request("POST", "/v1/completions", json=body)
-        waiting = api.loop.start(api.send(request))
+        waiting = api.start("/v1/completions", prompt="a", max_tokens=9, priority="be")
         rank.submits.get(timeout=TIMEOUT_S)
         load = api.http.get("/load").json()
         assert load["server_load"] == 1
@@ -251,8 +242,7 @@ def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
 
 def test_pages_of_allowed_origins_may_send_model_requests(folder: Path) -> None:
     http = HttpConfig(api_keys=["secret-key"], allowed_origins=["https://chat.example.org"])
-    rank = FakeRank("attention-0", lambda submit: [60])
-    with serve_api(folder, [rank], http) as api:
+    with serve_api(folder, None, http) as api:
         preflight = {"access-control-request-method": "POST"}
         preflight["access-control-request-headers"] = "authorization, x-stainless-os"
         name = "access-control-allow-origin"

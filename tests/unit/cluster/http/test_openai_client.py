@@ -99,8 +99,7 @@ def test_bodies_of_load_generators_are_accepted(
 
 
 def test_chat_completion_uses_rendered_template(api: Api) -> None:
-    while not api.rank.submits.empty():
-        api.rank.submits.get()
+    api.received()
     done = chat(api)
     assert done.choices[0].message.role == "assistant"
     assert done.choices[0].message.content == TEXT

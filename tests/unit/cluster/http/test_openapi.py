@@ -16,7 +16,6 @@ from cluster.http.schemas import ModelInfo
 from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import ClientGoneError, RequestError, TandemError
 from tests.support.api_harness import CONTEXT_TOKENS, MODEL, Api, serve_api
-from tests.support.fake_rank import FakeRank
 
 SERVED = ModelInfo(name=MODEL, max_context_tokens=256, vocab_size=420, eos_token_ids=(2,))
 HTTP = HttpConfig(max_batch_items=64)
@@ -25,7 +24,7 @@ HTTP = HttpConfig(max_batch_items=64)
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[Api]:
     http = HttpConfig(api_keys=["k"], max_batch_items=64)
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:
+    with serve_api(folder, None, http) as api:
         yield api
 
 

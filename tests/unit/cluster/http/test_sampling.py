@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import MODEL, Api, serve_api
+from tests.support.api_harness import MODEL, Api, RunningRank, serve_api
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.tiny_models import Checkpoints
@@ -18,20 +18,6 @@ pytestmark = pytest.mark.long
 PROMPT = "The quick brown fox"
 CHAT = [{"role": "user", "content": "yes or no?"}]
 CHOICES = ["yes", "no", "yes maybe", "größer 😀", " naïve\n"]
-
-
-class RealRank:
-    """A rank for `serve_api`."""
-
-    def __init__(self, group: ThreadGroup) -> None:
-        self.name = group.attention[0].ready.name
-        self._address = group.attention[0].ready.client_address
-
-    async def listen(self) -> str:
-        return self._address
-
-    async def close(self) -> None:
-        pass
 
 
 TOKENIZERS = [(write_byte_level, EOS), (write_sentencepiece_like, "</s>")]
@@ -48,7 +34,8 @@ def api(
     vocabulary = Tokenizer.load(folder).vocab_size
     checkpoint = tiny_checkpoint("qwen3_moe", vocab_size=vocabulary)
     with ThreadGroup(checkpoint, group_config(), token=TOKEN) as group:
-        ranks: Any = [RealRank(group)]
+        ready = group.attention[0].ready
+        ranks: Any = [RunningRank(ready.name, ready.client_address)]
         with serve_api(folder, ranks, eos_text=eos_text) as api:
             yield api
 

@@ -39,10 +39,9 @@ async def _no_spans(seconds: float) -> TraceResponse:
 
 @pytest.fixture(scope="module")
 def api(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
     http = HttpConfig(max_batch_items=64)
     storage = tmp_path_factory.mktemp("batches")
-    with serve_api(folder, [rank], http, trace=_no_spans, scale=scaled, storage=storage) as api:
+    with serve_api(folder, None, http, trace=_no_spans, scale=scaled, storage=storage) as api:
         yield api
 
 

@@ -27,12 +27,8 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 @pytest.fixture(scope="module", params=LOOPS)
 def front(request: pytest.FixtureRequest) -> Iterator[Front]:
-    limits: dict[str, Any] = {
-        "max_header_bytes": HEADER_BYTES,
-        "max_headers": MAX_HEADERS,
-        "body_timeout_s": 5.0,
-    }
-    with serve_front(loop_kind=request.param, **limits) as front:
+    limits: Any = {"max_header_bytes": HEADER_BYTES, "max_headers": MAX_HEADERS}
+    with serve_front(loop_kind=request.param, body_timeout_s=5.0, **limits) as front:
         yield front
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from contracts.config import HttpConfig
 from tests.support.api_harness import TIMEOUT_S, serve_api
-from tests.support.fake_rank import FakeRank
 from tests.support.front_harness import (
     LOOPS,
     Front,
@@ -20,7 +19,6 @@ from tests.support.front_harness import (
     serve_front,
     the_next_good_request_is_served,  # noqa: F401
 )
-from tests.support.tiny_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.long
 
@@ -29,12 +27,9 @@ SHORT_S = 0.3
 
 @pytest.fixture(scope="module", params=LOOPS)
 def front(request: pytest.FixtureRequest) -> Iterator[Front]:
-    limits: dict[str, Any] = {
-        "header_timeout_s": SHORT_S,
-        "keep_alive_timeout_s": 2 * SHORT_S,
-        "write_timeout_s": SHORT_S,
-    }
-    with serve_front(loop_kind=request.param, **limits) as front:
+    limits: Any = {"header_timeout_s": SHORT_S, "write_timeout_s": SHORT_S}
+    kept_s = 2 * SHORT_S
+    with serve_front(loop_kind=request.param, keep_alive_timeout_s=kept_s, **limits) as front:
         yield front
 
 
@@ -130,10 +125,8 @@ def test_half_closed_client_gets_its_answer_and_closed_one_is_noticed(front: Fro
         assert read_answer(line).headers["connection"] == "close"
 
 
-def test_incomplete_body_gets_408_naming_limit(tmp_path: Path) -> None:
-    http = HttpConfig(body_timeout_s=SHORT_S)
-    folder = write_byte_level(tmp_path)
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:
+def test_incomplete_body_gets_408_naming_limit(folder: Path) -> None:
+    with serve_api(folder, None, HttpConfig(body_timeout_s=SHORT_S)) as api:
         port = int(api.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as line:
             line.sendall(post("/v1/completions", b"{", length=100))

@@ -14,8 +14,6 @@ from contracts.config import HttpConfig
 from contracts.metrics import Metric, MetricKind
 from tests.support.api_harness import Api, serve_api
 from tests.support.async_tests import run_async
-from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 COST_S = 0.01
 
@@ -94,10 +92,9 @@ async def test_cancelled_scrape_does_not_affect_others_and_errors_reach_all() ->
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder: Path = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+def guarded(folder: Path) -> Iterator[Api]:
     http = HttpConfig(api_keys=["client"], metrics_key="prometheus")
-    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:
+    with serve_api(folder, None, http) as api:
         yield api
 
 
@@ -229,8 +226,8 @@ def test_merged_counters_do_not_fall_if_a_process_ends_or_does_not_answer() -> N
     assert of_rank not in _totals(ended, {})
 
 
-def test_series_of_requests_start_at_zero(tmp_path: Path) -> None:
-    with serve_api(write_byte_level(tmp_path), [FakeRank("attention-0", lambda _: [60])]) as api:
+def test_series_of_requests_start_at_zero(folder: Path) -> None:
+    with serve_api(folder) as api:
         page = api.http.get("/metrics").text
     for label in ("ls", "be"):
         where = f'{{class="{label}",pipeline="generation"}}'

@@ -134,11 +134,7 @@ def make_certificate(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", LOOPS)
 def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: str) -> None:
     context = ssl.create_default_context(cafile=certificate["tls_certificate"])
-    limits: dict[str, Any] = {
-        "max_header_bytes": 1024,
-        "header_timeout_s": 0.5,
-        "max_connections": 2,
-    }
+    limits: Any = {"max_header_bytes": 1024, "header_timeout_s": 0.5, "max_connections": 2}
     with serve_front(loop_kind=kind, **limits, **certificate) as front:
 
         def connect() -> ssl.SSLSocket:

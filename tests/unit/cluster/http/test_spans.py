@@ -14,9 +14,7 @@ from cluster.serving.settings import with_environment, with_variables
 from contracts.config import TandemConfig, TraceConfig
 from contracts.errors import ConfigError
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
-from tests.support.fake_rank import FakeRank
 from tests.support.otlp_collector import Collector
-from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.waiting import wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -27,11 +25,6 @@ SAMPLED = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
 def exporter() -> Any:
     return sdk.InMemorySpanExporter()
@@ -40,8 +33,7 @@ def exporter() -> Any:
 @pytest.fixture
 def api(folder: Path, exporter: Any, tmp_path: Path) -> Iterator[Api]:
     tracer = RequestTracer(export.SimpleSpanProcessor(exporter), MODEL, "my-tandem")
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with serve_api(folder, [rank], tracer=tracer, storage=tmp_path / "batches") as api:
+    with serve_api(folder, tracer=tracer, storage=tmp_path / "batches") as api:
         yield api
 
 
@@ -203,8 +195,7 @@ def test_collector_receives_spans_and_costs_no_request(folder: Path, state: str)
         collector.shutdown()
         collector.server_close()
     config = TandemConfig(trace=TraceConfig(otlp_endpoint=f"http://127.0.0.1:{port}"))
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with serve_api(folder, [rank], tracer=build_tracer(config, MODEL)) as api:
+    with serve_api(folder, tracer=build_tracer(config, MODEL)) as api:
         for _ in range(3):
             assert api.post("/v1/chat/completions", **CHAT).status_code == 200
         api.app.close()

@@ -21,12 +21,11 @@ from contracts.errors import OverloadError
 from contracts.requests import Caller, Sampling
 from models.text.grammar import CompileAnswer, CompileRequest, grammar_of
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import MODEL, Api, refused, serve_api
+from tests.support.api_harness import MODEL, Api, RunningRank, refused, serve_api
 from tests.support.async_tests import run_async
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config, loop_of, rank_of
 from tests.support.local_group import LocalGroup
-from tests.unit.cluster.http.test_sampling import RealRank
 
 pytestmark = pytest.mark.long
 
@@ -83,7 +82,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     (folder / "chat_template.jinja").write_text(template)
     config = group_config(kv={"pool_tokens": 16 * 1024})
     with ThreadGroup(FOLDER, config, token=TOKEN) as group:
-        ranks: Any = [RealRank(group)]
+        ready = group.attention[0].ready
+        ranks: Any = [RunningRank(ready.name, ready.client_address)]
         with serve_api(folder, ranks, eos_text="<|im_end|>") as api:
             yield api
 
@@ -116,10 +116,7 @@ POINT = {
     "definitions": {"digit": DIGIT},
     "additionalProperties": False,
 }
-TOOLS: list[dict[str, Any]] = [
-    {"name": "move", "parameters": POINT},
-    {"name": "wait"},
-]
+TOOLS: list[dict[str, Any]] = [{"name": "move", "parameters": POINT}, {"name": "wait"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -332,9 +329,7 @@ def test_preempted_sequences_continue_in_their_grammar() -> None:
 
 
 @pytest.mark.usefixtures("ranks_are_forked")
-def test_guided_answers_continue_when_a_rank_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_guided_answers_continue_when_a_rank_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.local_group.new_token", lambda: TOKEN)
     with LocalGroup(str(FOLDER), group_config(2, 1)) as group:
         ranks: Any = [RunningRank(*each) for each in group.client_addresses.items()]
@@ -345,19 +340,6 @@ def test_guided_answers_continue_when_a_rank_is_killed(
             kill = partial(group.processes["attention-0"].send_signal, signal.SIGKILL)
             assert expected == streamed_texts(api, body, kill)
             assert [client.problem is None for client in api.backend.clients] == [False, True]
-
-
-class RunningRank:
-    """A rank for `serve_api`."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self._address = name, address
-
-    async def listen(self) -> str:
-        return self._address
-
-    async def close(self) -> None:
-        pass
 
 
 WORDS = "([a-z]{2,9} ){40}"

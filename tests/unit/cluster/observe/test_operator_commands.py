@@ -22,7 +22,6 @@ from contracts.ranks import RankStatus
 from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, RankTraceInfo, TraceInfo, TraceResponse
 from tests.support.api_harness import MODEL, Api, serve_api
-from tests.support.fake_rank import FakeRank
 from tests.support.one_line_errors import error_line
 
 Capture = pytest.CaptureFixture[str]
@@ -64,7 +63,7 @@ def test_steps_are_printed_as_they_arrive_then_rank_counts(
 ) -> None:
     monkeypatch.setattr(client, "_MAX_SILENCE_S", 30.0)
     received = Launcher(_running("one"), _running("one"), NotReadyError("a moment"), DONE)
-    with serve_api(folder, [_quiet_rank()], scale=received) as api:
+    with serve_api(folder, scale=received) as api:
         assert main(["scale", "--url", api.url, "--attention-ranks", "3"]) == 0
     assert received.received == [ScaleTarget(attention_ranks=3)]
     lines = capsys.readouterr().out.splitlines()
@@ -87,7 +86,7 @@ def test_steps_are_printed_as_they_arrive_then_rank_counts(
 def test_failed_scale_is_one_line(
     folder: Path, capsys: Capture, answers: list[Any], message: str
 ) -> None:
-    with serve_api(folder, [_quiet_rank()], scale=Launcher(*answers)) as api:
+    with serve_api(folder, scale=Launcher(*answers)) as api:
         assert main(["scale", "--url", api.url, "--attention-ranks", "3"]) == 2
     (line,) = [  # others are of the ingress in this process
         line for line in capsys.readouterr().err.splitlines() if line.startswith("tandem scale: ")
@@ -96,7 +95,7 @@ def test_failed_scale_is_one_line(
 
 
 def test_slow_scale_continues_after_time_limit(folder: Path, capsys: Capture) -> None:
-    with serve_api(folder, [_quiet_rank()], scale=Launcher(_running())) as api:
+    with serve_api(folder, scale=Launcher(_running())) as api:
         given = ["--attention-ranks", "3", "--within", "0.01"]
         assert main(["scale", "--url", api.url, *given]) == 2
     assert "not done within 0.01 s (--within): it continues" in capsys.readouterr().err
@@ -150,7 +149,7 @@ def test_scale_requires_operator_key(
     received = Launcher(DONE)
     headers = {"content-type": "application/json"}
     headers |= {"authorization": f"Bearer {key}"} if key else {}
-    with serve_api(folder, [_quiet_rank()], http, scale=received) as api:
+    with serve_api(folder, None, http, scale=received) as api:
         body = None if method == "GET" else '{"attention_ranks": 3}'
         answer = api.http.request(method, "/scale", content=body, headers=headers)
     assert answer.status_code == status
@@ -170,7 +169,7 @@ def test_scale_requires_operator_key(
 )
 def test_invalid_body_changes_nothing(folder: Path, body: str, status: int) -> None:
     received = Launcher(DONE)
-    with serve_api(folder, [_quiet_rank()], scale=received) as api:
+    with serve_api(folder, scale=received) as api:
         answer = api.http.post("/scale", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert len(answer.text) < 500
@@ -181,7 +180,7 @@ def test_invalid_body_changes_nothing(folder: Path, body: str, status: int) -> N
 def test_cross_site_request_is_blocked(folder: Path, kind: str | None) -> None:
     """A browser sends a preflight request for JSON, and no handler allows it."""
     received = Launcher(DONE)
-    with serve_api(folder, [_quiet_rank()], scale=received) as api:
+    with serve_api(folder, scale=received) as api:
         headers = {} if kind is None else {"content-type": kind}
         answer = api.http.post("/scale", content=b'{"attention_ranks": 3}', headers=headers)
         assert answer.status_code == 415
@@ -190,7 +189,7 @@ def test_cross_site_request_is_blocked(folder: Path, kind: str | None) -> None:
 
 
 def test_missing_launcher_is_reported(folder: Path) -> None:
-    with serve_api(folder, [_quiet_rank()]) as api:
+    with serve_api(folder) as api:
         answer = api.http.post("/scale", json={"attention_ranks": 3})
     assert answer.status_code == 503
 
@@ -213,13 +212,9 @@ def _answers(*ranks: RankStatus) -> Callable[[], Any]:
     return fetch_status
 
 
-def _quiet_rank() -> FakeRank:
-    return FakeRank("attention-0", lambda submit: [60, 61])
-
-
 def test_table_shows_state_of_each_rank(folder: Path, capsys: Capture) -> None:
     ranks = [_rank(30.0, 60.0, running=3, waiting=2), _rank(0.0, 3720.0, name="expert-0")]
-    with serve_api(folder, [_quiet_rank()], fetch_status=_answers(*ranks)) as api:
+    with serve_api(folder, fetch_status=_answers(*ranks)) as api:
         assert main(["status", "--url", api.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{MODEL} on {api.url}")
@@ -233,7 +228,7 @@ def test_table_shows_state_of_each_rank(folder: Path, capsys: Capture) -> None:
 
 def test_lost_rank_is_reported_with_its_reason(folder: Path, capsys: Capture) -> None:
     lost = RankStatus(name="expert-0", healthy=False, reason="no answer for 3.1 s")
-    with serve_api(folder, [_quiet_rank()], fetch_status=_answers(lost)) as api:
+    with serve_api(folder, fetch_status=_answers(lost)) as api:
         assert main(["status", "--url", api.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"][0]["reason"] == "no answer for 3.1 s"
         assert main(["status", "--url", api.url]) == 0
@@ -256,7 +251,7 @@ def test_unreachable_ranks_are_a_problem_and_the_rest_is_shown(
         (never, "have not reported their state within"),
         (gone, "does not answer"),
     ):
-        with serve_api(folder, [_quiet_rank()], fetch_status=fetch) as api:
+        with serve_api(folder, fetch_status=fetch) as api:
             assert main(["status", "--url", api.url]) == 2
         out = capsys.readouterr().out
         assert "not ready" in out
@@ -283,7 +278,7 @@ def test_watch_shows_changes_and_survives_server_outage(folder: Path, capsys: Ca
         return ranks
 
     with (
-        serve_api(folder, [_quiet_rank()], fetch_status=fetch_status) as api,
+        serve_api(folder, fetch_status=fetch_status) as api,
         pytest.raises(EnoughError),
     ):
         watch(Server(api.url), 1.0, sleep)
@@ -300,7 +295,7 @@ def test_key_is_the_one_of_metrics(
     if command[0] == "trace":
         command = [*command, "--output", str(tmp_path / "out.json")]
     http = HttpConfig(api_keys=["client"], metrics_key="watcher")
-    with serve_api(folder, [_quiet_rank()], http, fetch_status=_answers(), trace=trace) as api:
+    with serve_api(folder, None, http, fetch_status=_answers(), trace=trace) as api:
         assert main([*command, "--url", api.url, "--api-key", "client"]) == 2
         assert "401: give the key of its http.metrics_key" in capsys.readouterr().err
         assert main([*command, "--url", api.url, "--api-key", "watcher"]) == 0
@@ -309,7 +304,7 @@ def test_key_is_the_one_of_metrics(
 def test_foreign_server_is_reported_and_endless_answer_is_cut(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve_api(folder, [_quiet_rank()], fetch_status=_answers(_rank(1.0, 2.0))) as api:
+    with serve_api(folder, fetch_status=_answers(_rank(1.0, 2.0))) as api:
         with pytest.raises(ConfigError, match="answered 404, and not as Tandem does"):
             fetch_status(Server(f"{api.url}/nowhere"))
         monkeypatch.setattr(status_client, "_MAX_BYTES", 100)
@@ -341,7 +336,7 @@ def test_trace_has_ranks_and_requests_without_content(
         return _answer(**{"expert-0": "no answer (TimeoutError)"})
 
     path = tmp_path / "out.json"
-    with serve_api(folder, [_quiet_rank()], trace=trace) as api:
+    with serve_api(folder, trace=trace) as api:
         arguments = ["trace", "--url", api.url, "--seconds", "1.5", "--output", str(path)]
         assert main(arguments) == 0
     whole = json.loads(path.read_text())
@@ -385,7 +380,7 @@ def test_concurrent_or_failed_trace_is_one_line_without_file(
         (fail, "503: the launcher of the ranks does not answer"),
         (never, "503: the ranks' traces did not arrive within 0.06 s"),
     ):
-        with serve_api(folder, [_quiet_rank()], trace=fetch) as api:
+        with serve_api(folder, trace=fetch) as api:
             arguments = ["trace", "--url", api.url, "--seconds", "0.01", "--output", str(path)]
             assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -395,7 +390,7 @@ def test_concurrent_or_failed_trace_is_one_line_without_file(
 
 @pytest.mark.parametrize("seconds", ["-1", "61", "nan", "inf", "x", "1e999", "%00", "9" * 500])
 def test_invalid_seconds_are_refused(folder: Path, seconds: str) -> None:
-    with serve_api(folder, [_quiet_rank()]) as api:
+    with serve_api(folder) as api:
         answer = api.http.get(f"/trace?seconds={seconds}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "seconds"

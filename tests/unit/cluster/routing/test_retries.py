@@ -19,13 +19,10 @@ from tests.support.attention_ranks import (
     Directory,
     StreamedRequest,
     counted_on,
-    run_client,
     started,
     with_ranks,
 )
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
-from tests.support.group_harness import ThreadGroup, group_config
-from tests.support.tiny_models import Checkpoints
 
 PROMPT = list(range(40))
 WANTED = 6
@@ -119,39 +116,6 @@ async def test_complete_stream_of_lost_rank_ends_normally(
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), held)
     assert usage.cached_tokens == CACHED_TOKENS
     assert ranks[1].submits.empty()
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"repetition_penalty": 1.2},
-        {"temperature": 1.5, "seed": 3, "top_p": 0.95, "logprobs": 2},
-        {"temperature": 1.0, "seed": 4, "presence_penalty": 1.5, "frequency_penalty": 0.5},
-    ],
-    ids=["greedy", "seeded", "penalised"],
-)
-def test_stream_over_two_real_ranks_is_unchanged(
-    tiny_checkpoint: Checkpoints, sampling: dict[str, Any]
-) -> None:
-    async def body(backend: PipelineBackend) -> None:
-        whole = Generation(backend, max_tokens=60, **sampling)
-        await whole.task
-        second = Generation(backend, max_tokens=60, **sampling)
-        await second.has(5)
-        (busy,) = [client for client in backend.clients if client._sinks]
-        busy.reset_connection("cut off by a test")
-        await second.task
-        assert second.tokens == whole.tokens
-        assert second.finished is not None
-        assert whole.finished is not None
-        assert second.finished.reason == whole.finished.reason
-        usage = second.finished.usage
-        assert usage.prompt_tokens == len(PROMPT)
-        assert usage.completion_tokens == len(whole.tokens)
-
-    with ThreadGroup(tiny_checkpoint(vocab_size=420), group_config(2, 1)) as group:
-        addresses = {one.ready.name: one.ready.client_address for one in group.attention}
-        run_client(addresses, group.token, body)
 
 
 @with_ranks(2)

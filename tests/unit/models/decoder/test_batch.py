@@ -1,7 +1,5 @@
 """Positions and slots of an AttentionBatch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The expert cache serves requests in any order and keeps its slots consistent."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

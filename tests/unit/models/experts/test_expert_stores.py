@@ -1,7 +1,5 @@
 """Stores that copy experts behind compute, and the host's file of all experts."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Predictions of experts from profiles, and of ids without routing counts."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Counting, bounds, merging and files of routing counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

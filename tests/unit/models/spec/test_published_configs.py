@@ -1,7 +1,5 @@
 """Specs of published configurations, including old spellings."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

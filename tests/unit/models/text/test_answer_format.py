@@ -1,7 +1,5 @@
 """Answer formats: the fields of an answer do not depend on how its text is split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, pairwise, product
@@ -130,11 +128,7 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
         for rest, content, calls in (
             ("<|channel|>final<|message|> Yes. ", " Yes. ", []),
             ("<|channel|>commentary<|message|>I add.<|end|>", "I add.", []),
-            (
-                '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1}',
-                "",
-                ADD,
-            ),
+            ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1}', "", ADD),
             (' to=functions.add<|channel|>commentary json<|message|>{"a":1}', "", ADD),
             ("<|channel|>fin", "", []),
             (

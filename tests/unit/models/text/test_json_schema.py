@@ -1,7 +1,5 @@
 """JSON schemas: what the grammar of a schema accepts is valid by the schema."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """tiktoken.model against a slow byte-pair encoder with Python's regex library."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tokenizers equal those of `transformers`; the joined pieces of a stream equal the text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

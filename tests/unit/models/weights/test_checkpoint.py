@@ -1,7 +1,5 @@
 """Reading checkpoints, and one-line errors with the remedy for invalid ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

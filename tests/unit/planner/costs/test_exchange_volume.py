@@ -1,7 +1,5 @@
 """Volume formulas against the bytes of simulated collectives and packets of real routing."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Placement and shuffling over links of two speeds."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

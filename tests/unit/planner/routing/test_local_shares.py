@@ -1,7 +1,5 @@
 """Routing of requests to the worker with their experts: prediction and choice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

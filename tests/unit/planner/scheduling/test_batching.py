@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.support.batching_baselines import static_batching
 from contracts.errors import ConfigError
 from contracts.requests import Priority
 from planner.scheduling.batching import (
@@ -321,3 +322,10 @@ def test_user_batching_takes_named_sequences_or_default() -> None:
     assert not list(none(Classes(2, 1, (running,), idle=idle)))
     twice = policy_of(lambda views: [views[0].key, views[0].key])
     assert list(twice(Classes(2, 1, idle=idle))) == [ALL]
+
+
+def test_static_batch_admits_no_sequence_before_it_ends() -> None:
+    """The baseline of benchmarks/support/batching_baselines.py."""
+    assert tuple(static_batching(Classes(1, 1))) == (ALL,)
+    assert tuple(static_batching(Classes(1, 1, running=3))) == (BatchSelection(starts=0),)
+    assert not tuple(static_batching(Classes(1, 1, (live(Priority.LS),), running=3)))

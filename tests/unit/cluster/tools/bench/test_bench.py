@@ -17,13 +17,7 @@ import pytest
 from cluster.cli.main import main
 from cluster.http.server import free_port
 from cluster.tools.bench.bench import BenchSettings, bench
-from cluster.tools.bench.datasets import (
-    Lengths,
-    TraceRow,
-    Turn,
-    read_conversations,
-    read_trace,
-)
+from cluster.tools.bench.datasets import Lengths, TraceRow, Turn, read_conversations, read_trace
 from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
 from cluster.tools.bench.workload import (
     BlockPrompt,
@@ -102,7 +96,7 @@ def one(url: str, **changes: Any) -> RequestResult:
 
 
 def test_tandem_server_is_measured_with_its_token_count(folder: Path) -> None:
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
+    rank = FakeRank()
     with serve_api(folder, [rank]) as api:
         found = bench(
             BenchSettings(
@@ -271,10 +265,9 @@ def test_conversations_are_read_as_turns(
 def test_invalid_conversation_is_reported_with_its_row(
     tmp_path: Path, name: str, text: str, expected_text: str
 ) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with one_line_error(ConfigError, expected_text, start=f"--conversations {path}: "):
-        read_conversations(path, 9)
+    (tmp_path / name).write_text(text)
+    with one_line_error(ConfigError, expected_text, start=f"--conversations {tmp_path / name}: "):
+        read_conversations(tmp_path / name, 9)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`tandem doctor`: checks of a configuration."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

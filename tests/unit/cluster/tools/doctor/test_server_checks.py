@@ -29,7 +29,6 @@ from contracts.import_path import version
 from contracts.loading import load_config
 from contracts.ranks import RankStatus
 from tests.support.api_harness import serve_api
-from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import write_byte_level
 
 Capture = pytest.CaptureFixture[str]
@@ -132,8 +131,7 @@ def test_live_server_is_checked_with_its_keys_file(
     async def fetch_status() -> list[RankStatus]:
         return [rank("attention-0")]
 
-    fake = FakeRank("attention-0", lambda submit: [60])
-    with serve_api(write_byte_level(tmp_path), [fake], fetch_status=fetch_status) as api:
+    with serve_api(write_byte_level(tmp_path), fetch_status=fetch_status) as api:
         settings = [f"http.keys_file={keys}", f"metrics.targets={tmp_path}"]
         arguments = ["doctor", "--url", api.url, "--set", settings[0], "--set", settings[1]]
         assert main([*arguments, "--json"]) == 0

@@ -1,4 +1,6 @@
-"""QLLM's run (Section 4): chats, a fifth of them LS, 32 slots, Poisson arrivals, by policy.
+"""Chats of both classes at fractions of the capacity of continuous batching (QLLM, Figures 2 to 4).
+
+A fifth of the chats are LS; 32 slots, Poisson arrivals, by policy.
 
 Each variant has an attention and an expert rank, each pinned to a core; variants take turns.
 """
@@ -15,20 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.pinned_batches import bench_client, pin_to_core
 from benchmarks.support.policy_rank import ENVIRONMENT
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.rank_load import figures, run_arrivals
 from cluster.routing.rank_client import RankClient
 from cluster.tools.bench.datasets import Lengths
-from cluster.tools.bench.workload import (
-    RequestArrival,
-    RequestResult,
-    chat_lengths,
-    mean,
-    poisson,
-)
+from cluster.tools.bench.workload import RequestArrival, RequestResult, chat_lengths, mean, poisson
 from contracts.loading import load_config
 from contracts.requests import Priority
 from tests.support.rank_process import RankProcess
@@ -252,14 +248,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-CASES = [
-    Case(
-        "priorities_paper",
-        "LS and BE chats by arrival rate",
-        "Chats of both classes at fractions of the capacity of continuous batching (QLLM, "
-        "Figures 2 to 4).",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "LS and BE chats by arrival rate", measure, tables, add_options)

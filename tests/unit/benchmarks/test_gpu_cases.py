@@ -1,4 +1,4 @@
-"""The GPU's benchmarks of experts that do not fit, the same way on a CPU."""
+"""The GPU's benchmarks of experts that do not fit or are streamed, on a CPU."""
 
 import json
 import shlex
@@ -8,20 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import offloaded_on_gpu, slot_kernels
-from benchmarks.harness import run_case
+from benchmarks.cases import offloaded_on_gpu, slot_kernels, streamed_on_gpu
+from benchmarks.harness import Case, run_case
+from benchmarks.support.crossing import crossing
 from benchmarks.support.imposed_routing import ImposedRouting
 from benchmarks.support.offloaded_report import summarise
 from benchmarks.support.random_in_memory import SMALL
+from benchmarks.support.streamed_report import executed_flops
+from benchmarks.support.streamed_report import summarise as summarise_streamed
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, spec_from
 
 CPU = torch.device("cpu")
-SMALL_RUN = (
-    "--device cpu --shape small --dtype float32 --layers 3 --threads 1 --tokens 3 --warm 2"
-    " --contexts 20 40 --kept 0.5 1.0 --rounds 2"
+ON_CPU = "--device cpu --shape small --dtype float32 "
+OFFLOADED = "--layers 3 --threads 1 --tokens 3 --warm 2 --contexts 20 40 --kept 0.5 1.0 --rounds 2"
+STREAMED = (
+    "--layers 5 --hidden 64 --experts 8 --threads 1 --row-tokens 32 --tokens 32 96 --max-tokens 128"
+    " --rounds 1 --passes 1"
 )
+
+
+def result_of(case: Case, options: str, folder: Path) -> dict[str, Any]:
+    """Return the result file of a run on the CPU, whose threads stay as they are."""
+    output, threads = folder / "result.json", torch.get_num_threads()
+    run_case(case, shlex.split(f"{ON_CPU}{options} --output {output}"))
+    torch.set_num_threads(threads)
+    result: dict[str, Any] = json.loads(output.read_text())
+    assert result["kind"] == "measured"
+    return result
 
 
 def spec_of(layers: int) -> ModelSpec:
@@ -29,12 +44,7 @@ def spec_of(layers: int) -> ModelSpec:
 
 
 def test_small_run_compares_logits_and_writes_its_result(tmp_path: Path) -> None:
-    output, threads = tmp_path / "result.json", torch.get_num_threads()
-    run_case(offloaded_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
-    torch.set_num_threads(threads)
-    result = json.loads(output.read_text())
-    summary = result["summary"]
-    assert result["kind"] == "measured"
+    summary = result_of(offloaded_on_gpu.CASE, OFFLOADED, tmp_path)["summary"]
     kept = ("50%", "100%")
     settings = [f"{part} kept, context {context}" for part in kept for context in (20, 40)]
     assert set(settings) <= set(summary)
@@ -56,10 +66,8 @@ def test_small_run_compares_logits_and_writes_its_result(tmp_path: Path) -> None
 
 
 def test_the_kernels_benchmark_runs_where_there_is_no_triton(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    small = "--device cpu --shape small --dtype float32 --tokens 1 3 --rounds 2 --turns 1"
-    run_case(slot_kernels.CASES[0], shlex.split(f"{small} --output {output}"))
-    summary = json.loads(output.read_text())["summary"]
+    options = "--tokens 1 3 --rounds 2 --turns 1"
+    summary = result_of(slot_kernels.CASE, options, tmp_path)["summary"]
     for tokens in (1, 3):
         for way in ("in slots", "one by one", "grouped"):
             assert summary[f"{tokens} tokens, {way}"]["us"] > 0
@@ -106,3 +114,54 @@ def turn(tpot_ms: float, missing_LS: list[list[int]]) -> dict[str, Any]:
         "exposed_s": 0.0,
         "peak_bytes": 0,
     }
+
+
+def test_small_streamed_run_checks_logits_and_writes_its_result(tmp_path: Path) -> None:
+    summary = result_of(streamed_on_gpu.CASE, STREAMED, tmp_path)["summary"]
+    assert set(summary["points"]) == {"32", "96"}
+    for point in summary["points"].values():
+        assert point["resident"]["tokens_per_s"] > 0
+        assert point["streamed"]["flops_utilization"] > 0
+        assert point["hidden_fraction"] <= 1
+    assert summary["experts_on_device_fraction"] == 3 / 5
+    assert summary["threshold"]["calibrated_tokens"] > 0
+    assert summary["layer_bytes"] == 4 * 8 * 3 * 64 * SMALL["moe_intermediate_size"]
+
+
+def test_summary_of_a_machine_with_copies_as_long_as_a_thousand_tokens() -> None:
+    """Simulated: a pass takes 1 ms a token, but streamed never less than its four copies."""
+    spec = spec_of(5)
+    samples = {
+        str(tokens): {
+            "resident": [streamed_turn(tokens, ms, 0.0, 0.0)],
+            "streamed": [
+                streamed_turn(tokens, max(1.0, tokens * 1e-3), 1.0, max(0.0, 1 - tokens * 1e-3))
+            ],
+        }
+        for tokens, ms in ((250, 0.25), (500, 0.5), (2000, 2.0))
+    }
+    facts = {"calibrated_flops": 1e9, "layer_bytes": 10, "gemm_flops_per_s": 1e12,
+             "copy_bytes_per_s": 40.0}  # fmt: skip
+    summary = summarise_streamed(samples, facts, spec, torch.float32, 64)
+    points, threshold = summary["points"], summary["threshold"]
+    assert points["250"]["of_resident"] == 0.25
+    assert points["2000"]["of_resident"] == 1.0
+    assert points["500"]["hidden_fraction"] == 0.5
+    assert points["2000"]["resident"]["flops_utilization"] == pytest.approx(
+        1000 * executed_flops(spec, torch.float32, 64) / 1e12
+    )
+    assert threshold["transfer_s"] == 0.25
+    assert threshold["measured_tokens"] == pytest.approx(1000)
+    assert threshold["eq1_tokens"] == pytest.approx(1000)
+    assert threshold["smallest_at_goal_tokens"] == 2000
+
+
+def streamed_turn(
+    tokens: int, pass_s: float, copied_s: float, waited_s: float
+) -> dict[str, object]:
+    return streamed_on_gpu.Turn(tokens, [pass_s], copied_s, waited_s, 0)._asdict()
+
+
+def test_a_curve_crosses_a_level_between_its_points_or_beyond_them() -> None:
+    assert crossing(1.5, [(0, 0), (1, 1), (2, 2)]) == 1.5
+    assert crossing(4.0, [(2, 2), (1, 1)]) == 4.0

@@ -1,0 +1,14 @@
+"""The API in front of a fake rank, for modules whose tests share it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.api_harness import Api, serve_api
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    with serve_api(folder) as api:
+        yield api
