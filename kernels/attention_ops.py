@@ -247,25 +247,10 @@ _ATTEND: Final = register_part(PartNumber.ATTEND, _attend_part)
 
 @compiled
 def attend(
-    pool: int,
-    wide: bool,
-    q: int,
-    q_stride: int,
-    k_pool: int,
-    v_pool: int,
-    k_stride: int,
-    v_stride: int,
-    out: int,
-    entries: int,
-    count: int,
-    H: int,
-    G: int,
-    d: int,
-    dv: int,
-    window: int,
-    scale: float,
-    sinks: int,
-) -> None:
+    pool: int, wide: bool, q: int, q_stride: int, k_pool: int, v_pool: int, k_stride: int,
+    v_stride: int, out: int, entries: int, count: int, H: int, G: int, d: int, dv: int, window: int,
+    scale: float, sinks: int,
+) -> None:  # fmt: skip
     """Attend the last rows of each entry to its context, in the pool's threads.
 
     q [T, H, d], out [T, H, dv] contiguous. Strides: elements between rows of q and slots of K and

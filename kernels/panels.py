@@ -144,16 +144,9 @@ def _block(rows: int, panels: int) -> Any:
 
     @intrinsic
     def block(
-        _: Any,
-        kind: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        w_stride: Any,
-        steps: Any,
-        out: Any,
+        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, steps: Any, out: Any,
         to: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
             arithmetic, x, x_stride, w, w_stride, steps, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
@@ -187,17 +180,9 @@ def _stored_block(rows: int, panels: int) -> Any:
 
     @intrinsic
     def block(
-        _: Any,
-        kind: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        w_stride: Any,
-        ahead: Any,
-        pairs: Any,
-        out: Any,
-        to: Any,
-    ) -> Any:
+        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, ahead: Any, pairs: Any,
+        out: Any, to: Any,
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
             code, x, x_stride, w, w_stride, ahead, pairs, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
@@ -215,14 +200,9 @@ def _stored_block(rows: int, panels: int) -> Any:
 
 
 def _stored_sums(
-    builder: ir.IRBuilder,
-    kind: Arithmetic,
-    storage: Storage,
-    x_rows: list[Any],
-    panels: list[Any],
-    pairs: Any,
-    ahead: Any,
-) -> _Sums:
+    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, x_rows: list[Any], panels: list[Any],
+    pairs: Any, ahead: Any,
+) -> _Sums:  # fmt: skip
     """Emit a product with stored panels."""
     layout, as_pairs = layout_of(storage), kind is Arithmetic.PAIRS
     x_bytes = I64(layout.unit_pairs * (4 if as_pairs else 8))
@@ -238,13 +218,9 @@ def _stored_sums(
 
 
 def _stored_weights(
-    builder: ir.IRBuilder,
-    kind: Arithmetic,
-    storage: Storage,
-    units: list[Any],
-    scales: list[Any],
+    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, units: list[Any], scales: list[Any],
     ahead: Any,
-) -> _Weights:
+) -> _Weights:  # fmt: skip
     """Emit the weights of a unit of each panel, and prefetch those ahead."""
     by_panel: list[Iterable[Any]] = []
     for unit, scale in zip(units, scales, strict=True):
@@ -349,16 +325,9 @@ _TILE = 128  # rows whose inputs stay in the cache
 
 @compiled
 def multiply_block(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    steps: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, steps: int, panels: int, out: int,
     stride: int,
-) -> None:
+) -> None:  # fmt: skip
     """Write [rows, panels * 16] float32 to `out`. Strides are in bytes."""
     arithmetic, storage = kind & _ARITHMETIC_MASK, kind >> _STORAGE_SHIFT
     if storage == 0:
@@ -387,16 +356,9 @@ def multiply_block(
 
 @compiled
 def _multiply_stored(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    pairs: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, pairs: int, panels: int, out: int,
     stride: int,
-) -> None:
+) -> None:  # fmt: skip
     """Multiply at most _FEW_ROWS rows by stored panels, which are unpacked into registers."""
     size = panel_bytes(kind >> _STORAGE_SHIFT, pairs)
     step = _STORED_TILE if rows == 1 else _PANELS
@@ -421,16 +383,9 @@ def _multiply_stored(
 
 @compiled
 def _multiply_plain(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    steps: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, steps: int, panels: int, out: int,
     stride: int,
-) -> None:
+) -> None:  # fmt: skip
     w_stride, panel = steps * _STEP_BYTES, 0
     tile = _FEW_PANELS if rows < 4 else _PANELS
     while panel < panels:
@@ -716,21 +671,9 @@ def add_weighted(pool: int, rows: int, weights: int, y: int, out: int, N: int, D
 
 @compiled
 def run_experts(
-    pool: int,
-    kind: int,
-    x: int,
-    rows: int,
-    gate_up: int,
-    down: int,
-    experts: int,
-    counts: int,
-    num_experts: int,
-    D: int,
-    F: int,
-    alpha: float,
-    limit: float,
-    y: int,
-) -> None:
+    pool: int, kind: int, x: int, rows: int, gate_up: int, down: int, experts: int, counts: int,
+    num_experts: int, D: int, F: int, alpha: float, limit: float, y: int,
+) -> None:  # fmt: skip
     """Write each pair's unweighted expert output to y [N, D] float32, in the pool's threads.
 
     x: rows [U, D]; `rows` int64 [N] selects the pairs' rows, in the order of `experts` int64 with

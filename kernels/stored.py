@@ -333,14 +333,9 @@ def rounded(builder: ir.IRBuilder, storage: Storage, numbers: Iterable[Any]) -> 
 
 
 def emit_units(
-    builder: ir.IRBuilder,
-    storage: Storage,
-    panels: list[Any],
-    pairs: Any,
-    as_pairs: bool,
-    before: list[Any],
-    step: Callable[[Any, list[Any], list[Any]], list[Any]],
-) -> list[Any]:
+    builder: ir.IRBuilder, storage: Storage, panels: list[Any], pairs: Any, as_pairs: bool,
+    before: list[Any], step: Callable[[Any, list[Any], list[Any]], list[Any]],
+) -> list[Any]:  # fmt: skip
     """Emit a loop over groups of panels, and in it one over units (`emit_loop`).
 
     panels: their addresses. step: emits a unit by its number, the scales of each panel and the
