@@ -24,8 +24,7 @@ _USAGE = """usage: python -m benchmarks NAME [OPTIONS]   run one benchmark; --he
 
 def load(name: str) -> Case:
     """Import the module of a case."""
-    module = importlib.import_module(f"benchmarks.cases.{name}")
-    case: Case = module.CASE if hasattr(module, "CASE") else module.CASES[0]
+    case: Case = importlib.import_module(f"benchmarks.cases.{name}").CASE
     return case
 
 

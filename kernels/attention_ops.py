@@ -15,6 +15,9 @@ from llvmlite import ir
 from numba import carray, types
 
 from kernels.compiled import (
+    F32,
+    I32,
+    I64,
     LANES,
     VECTOR,
     address_of,
@@ -55,6 +58,40 @@ def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
     return types.void(types.boolean, types.int64, types.int64), generate
 
 
+_EIGHT = ir.VectorType(F32, 8)
+# Of two vectors of eight: pairs, fours and halves of both.
+_MIXES = (
+    ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
+    ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+    ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
+)
+_COLUMNS = (0, 2, 1, 3, 4, 6, 5, 7)  # in the order in which they are found
+
+
+@intrinsic
+def _transpose(_: Any, source: Any, stride: Any, target: Any) -> Any:
+    """Write columns of 8 rows of 8 numbers as rows, 16 numbers apart. stride: of rows, in bytes."""
+
+    def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+        source, stride, target = args
+        rows = []
+        for n in range(8):
+            address = builder.add(source, builder.mul(stride, I64(n)))
+            rows.append(builder.load(pointer(builder, address, _EIGHT), align=4))
+        for apart, mixes in zip((1, 2, 4), _MIXES, strict=True):
+            low, high = (ir.VectorType(I32, 8)(mix) for mix in mixes)
+            for n in (n for n in range(8) if not n & apart):
+                both = rows[n], rows[n + apart]
+                rows[n] = builder.shuffle_vector(*both, low)
+                rows[n + apart] = builder.shuffle_vector(*both, high)
+        for n, row in zip(_COLUMNS, rows, strict=True):
+            address = builder.add(target, I64(4 * LANES * n))
+            builder.store(row, pointer(builder, address, _EIGHT), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
 @compiled
 def _attend_part(args: int, begin: int, end: int) -> None:
     """Attend units [begin, end): unit n is KV head n % G of entry n // G.
@@ -77,8 +114,9 @@ def _attend_part(args: int, begin: int, end: int) -> None:
     more = np.empty((most_rows, dv_panels * LANES), np.float32)
     most, total = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
     keys = np.zeros((TILE_KEYS // LANES, d, LANES), np.float32)
+    key_rows = np.zeros((TILE_KEYS, d), np.float32)
     values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
-    key, sinks_H = np.empty(d, np.float32), np.empty(H, np.float32)
+    sinks_H = np.empty(H, np.float32)
     q_step, s_step, sum_step = 4 * d, 4 * TILE_KEYS, 4 * sums.shape[1]  # bytes of a row
     if sinks:
         read_numbers(wide, sinks, H, sinks_H)
@@ -105,11 +143,12 @@ def _attend_part(args: int, begin: int, end: int) -> None:
             count = min(TILE_KEYS, context - tile)
             for n in range(count):
                 slot = slots[tile + n] if listed else start + tile + n
-                _read_key(wide, k_pool + (slot * k_stride + g * d) * size, key, keys, n)
+                read_numbers(wide, k_pool + (slot * k_stride + g * d) * size, d, key_rows[n])
                 _read_value(wide, v_pool + (slot * v_stride + g * dv) * size, dv, values, n)
             _zero_values(values, count)
+            _turn_keys(key_rows, count, keys)
             used, at = last - first, address_of(scores[first:])
-            panels, panels_at = TILE_KEYS // LANES, address_of(keys)
+            panels, panels_at = (count + LANES - 1) // LANES, address_of(keys)
             q_at, more_at = address_of(queries[first:]), address_of(more[first:])
             multiply_block(0, q_at, q_step, used, panels_at, d, panels, at, s_step)
             for n in range(first, last):
@@ -130,11 +169,17 @@ def _attend_part(args: int, begin: int, end: int) -> None:
 
 
 @compiled
-def _read_key(wide: bool, k_at: int, key: Any, keys: Any, n: int) -> None:
-    """Copy a key [d] to column n of the panels [TILE_KEYS / 16, d, 16]."""
-    read_numbers(wide, k_at, key.shape[0], key)
-    for i in range(key.shape[0]):
-        keys[n // LANES, i, n % LANES] = key[i]
+def _turn_keys(key_rows: Any, count: int, keys: Any) -> None:
+    """Copy the first keys [TILE_KEYS, d] to columns of the panels [TILE_KEYS / 16, d, 16]."""
+    d = key_rows.shape[1]
+    for first in range(0, count, 8):
+        panel, lane = first // LANES, first % LANES
+        for i in range(0, d - 7, 8):
+            to = address_of(keys) + ((panel * d + i) * LANES + lane) * 4
+            _transpose(address_of(key_rows) + (first * d + i) * 4, 4 * d, to)
+        for i in range(d - d % 8, d):
+            for n in range(8):
+                keys[panel, i, lane + n] = key_rows[first + n, i]
 
 
 @compiled
@@ -202,25 +247,10 @@ _ATTEND: Final = register_part(PartNumber.ATTEND, _attend_part)
 
 @compiled
 def attend(
-    pool: int,
-    wide: bool,
-    q: int,
-    q_stride: int,
-    k_pool: int,
-    v_pool: int,
-    k_stride: int,
-    v_stride: int,
-    out: int,
-    entries: int,
-    count: int,
-    H: int,
-    G: int,
-    d: int,
-    dv: int,
-    window: int,
-    scale: float,
-    sinks: int,
-) -> None:
+    pool: int, wide: bool, q: int, q_stride: int, k_pool: int, v_pool: int, k_stride: int,
+    v_stride: int, out: int, entries: int, count: int, H: int, G: int, d: int, dv: int, window: int,
+    scale: float, sinks: int,
+) -> None:  # fmt: skip
     """Attend the last rows of each entry to its context, in the pool's threads.
 
     q [T, H, d], out [T, H, dv] contiguous. Strides: elements between rows of q and slots of K and

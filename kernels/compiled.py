@@ -184,6 +184,43 @@ def pointer(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
     return builder.inttoptr(address, ir.PointerType(element))
 
 
+def emit_loop(
+    builder: ir.IRBuilder,
+    count: Any,
+    before: list[Any],
+    step: Callable[[Any, list[Any]], list[Any]],
+) -> list[Any]:
+    """Emit a loop of `count` steps, at least one, from vectors before it; return those after it.
+
+    step: emits a step by its number and the vectors before it, and returns those after it.
+    """
+    entry, loop = builder.block, builder.append_basic_block("steps")
+    after = builder.append_basic_block("summed")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    number = builder.phi(I64)
+    number.add_incoming(I64(0), entry)
+    vectors = [builder.phi(VECTOR) for _ in before]
+    ends = step(number, list(vectors))
+    following = builder.add(number, I64(1))
+    number.add_incoming(following, builder.block)
+    for vector, first, end in zip(vectors, before, ends, strict=True):
+        vector.add_incoming(first, entry)
+        vector.add_incoming(end, builder.block)
+    branch = builder.cbranch(builder.icmp_signed("!=", following, count), loop, after)
+    branch.set_metadata("llvm.loop", _as_written(builder.module))
+    builder.position_at_end(after)
+    return ends
+
+
+def _as_written(module: ir.Module) -> Any:
+    """Return metadata of a loop that LLVM must not unroll: it runs odd counts of steps too far."""
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, [disable], name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # itself first, as LLVM requires
+    return loop
+
+
 def vector_function(builder: ir.IRBuilder, name: str, operand: ir.Type) -> Any:
     """Declare an LLVM function of a vector and two operands that returns a vector."""
     kind = ir.FunctionType(VECTOR, [VECTOR, operand, operand])

@@ -40,6 +40,8 @@ from kernels.layer_ops import (
     WEIGHS_FIELD,
     add_rows,
     attend_layer,
+    begin_sum,
+    end_sum,
     run_layer_mlp,
     sum_experts,
 )
@@ -194,8 +196,9 @@ CHOICE_FIELDS: Final = 4  # experts E; addresses of sets of ranks, slots, result
 
 @compiled
 def decode_remote_layers(
-    pool: int, tables: int, first: int, last: int, resumes: bool, wait_ns: int, spin_ns: int
-) -> int:
+    pool: int, tables: int, stop: int, first: int, last: int, resumes: bool, wait_ns: int,
+    spin_ns: int,
+) -> int:  # fmt: skip
     """Run layers [first, last) with remote experts; return the layer reached.
 
     tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; choices
@@ -203,12 +206,15 @@ def decode_remote_layers(
     (`group_pairs`); peers [R, PEER_FIELDS]; the call, CALL_FIELDS and the status, which is set if a
     layer's experts are not complete: LATE after wait_ns, or DECLINED; sent [L, R], rows sent to
     each rank; sent_rows [R, T]; answered [L, R] and ends [L, CLOCK_FIELDS], in ns. resumes: the
-    first layer's experts have been called. spin_ns: time to wait awake.
+    first layer's experts have been called. stop: as of `decode_layers`. spin_ns: time to wait
+    awake.
     """
     call = carray(int64_at(tables), (CALLER_FIELDS,))[6]
     status = carray(int64_at(call + CALL_FIELDS * 8), (1,))
     status[0] = DONE
     for layer in range(first, last):
+        if layer > first and atomic_read(stop):
+            return layer
         if not resumes or layer > first:
             _call_experts(pool, tables, layer)
         status[0] = _await_replies(tables, layer, now_ns() + wait_ns, spin_ns)
@@ -295,14 +301,17 @@ def _add_experts(tables: int, layer: int) -> None:
     )
     fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
     batch = carray(int64_at(batches + layer * BATCH_FIELDS * 8), (BATCH_FIELDS,))
-    T, D, hidden, wide, mlp_out = batch[0], fixed[1], batch[1], batch[11] != 0, batch[13]
+    layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
+    T, D, wide, mlp_out = batch[0], fixed[1], batch[11] != 0, batch[13]
+    total = begin_sum(layer_at, batch_at)
     if fixed[TOP_K_FIELD]:
         sent_RT = carray(int64_at(sent_rows), (R, T))
         sent_U = carray(int64_at(sent + layer * R * 8), (R,))
         shared = mlp_out if fixed[MLP_FIELD] else 0
-        _add_replies(peers, R, wide, T, D, hidden, shared, sent_RT, sent_U)
+        _add_replies(peers, R, wide, T, D, total, shared, sent_RT, sent_U)
     else:
-        add_rows(wide, hidden, mlp_out, T, D)
+        add_rows(wide, total, mlp_out, T, D)
+    end_sum(layer_at, batch_at)
 
 
 @compiled

@@ -53,14 +53,9 @@ def swiglu(
 
 
 def expert_steps(
-    x_UD: Tensor,
-    gate_up_e: Sequence[Product],
-    down_e: Sequence[Product],
-    rows_N: Tensor,
-    weights_N: Tensor,
-    counts_e: Sequence[int],
-    clamped: ClampedGate | None = None,
-) -> Steps[Tensor]:
+    x_UD: Tensor, gate_up_e: Sequence[Product], down_e: Sequence[Product], rows_N: Tensor,
+    weights_N: Tensor, counts_e: Sequence[int], clamped: ClampedGate | None = None,
+) -> Steps[Tensor]:  # fmt: skip
     """Return [U, D] float32: each token's weighted sum over its pairs, zero without pairs.
 
     A step is a run of experts with at most RUN_PAIRS pairs, possibly part of one expert's.
@@ -97,14 +92,9 @@ def expert_steps(
 
 
 def _sum_at_once(
-    x_UD: Tensor,
-    gate_up_e: ExpertLinears,
-    down_e: ExpertLinears,
-    rows_N: Tensor,
-    weights_N: Tensor,
-    counts_e: Sequence[int],
-    clamped: ClampedGate | None,
-) -> Tensor:
+    x_UD: Tensor, gate_up_e: ExpertLinears, down_e: ExpertLinears, rows_N: Tensor,
+    weights_N: Tensor, counts_e: Sequence[int], clamped: ClampedGate | None,
+) -> Tensor:  # fmt: skip
     """Return `expert_steps` of few pairs in one compiled call. Raises IndexError."""
     x_UD, rows_N, weights_N = x_UD.contiguous(), rows_N.long().contiguous(), weights_N.contiguous()
     out_UD, counts = torch.empty(x_UD.shape), np.array(counts_e, np.int64)
@@ -129,15 +119,9 @@ def _check_pairs(rows_N: Tensor, counts_e: Sequence[int], rows: int) -> None:
 
 
 def add_at_once(
-    hidden_TD: Tensor,
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    local_of_E: Tensor,
-    gate_up_e: ExpertLinears,
-    down_e: ExpertLinears,
-    clamped: ClampedGate | None = None,
-) -> bool:
+    hidden_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, local_of_E: Tensor,
+    gate_up_e: ExpertLinears, down_e: ExpertLinears, clamped: ClampedGate | None = None,
+) -> bool:  # fmt: skip
     """Add the weighted sums of few rows' experts to hidden, in one compiled call, if possible.
 
     local_of_E: as of `group_by_expert` (kernels/routing.py).
@@ -232,14 +216,9 @@ def _plain_run(
 
 
 def panel_run(
-    x_UD: Tensor,
-    gate_up_e: ExpertLinears,
-    down_e: ExpertLinears,
-    experts_r: Sequence[int],
-    rows_N: Tensor,
-    counts_r: Sequence[int],
-    clamped: ClampedGate | None = None,
-) -> Tensor:
+    x_UD: Tensor, gate_up_e: ExpertLinears, down_e: ExpertLinears, experts_r: Sequence[int],
+    rows_N: Tensor, counts_r: Sequence[int], clamped: ClampedGate | None = None,
+) -> Tensor:  # fmt: skip
     """Return [N, D] float32: unweighted outputs of experts with panels for rows of x."""
     assert gate_up_e.kind is not None
     D, F2, kind = x_UD.shape[1], gate_up_e.out_features, gate_up_e.kind

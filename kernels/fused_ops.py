@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from contracts.logs import event
 from kernels import experts, norm_rope, row_ops
@@ -42,6 +43,17 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
         return norm_rope.rms_norm(x, weight_D, eps, round_once=round_once)
     normed: Tensor = own.rms_norm(x, weight_D, eps, round_once)
     return normed
+
+
+def layer_norm(x: Tensor, weight_2D: Tensor, eps: float) -> Tensor:
+    """Return the LayerNorm. weight_2D: weight, then bias."""
+    D = x.shape[-1]
+    if not row_ops.is_compiled(x):
+        return functional.layer_norm(x, (D,), weight_2D[:D], weight_2D[D:], eps)
+    out, wide = torch.empty_like(x), x.dtype is torch.float32
+    addresses = x.data_ptr(), D, weight_2D.data_ptr(), out.data_ptr()
+    row_ops.layer_norm(wide, *addresses, x.numel() // D, D, eps)
+    return out
 
 
 def norm_and_rope(

@@ -24,6 +24,7 @@ from kernels.compiled import (
     now_ns,
     read_numbers,
     to_bfloat16,
+    uint16_at,
     write_numbers,
 )
 from kernels.panels import (
@@ -37,58 +38,70 @@ from kernels.panels import (
 from kernels.row_ops import (
     choose_experts,
     clip,
+    gate_rows,
     group_pairs,
     norm_and_rope,
+    norm_rows,
     rms_norm,
     scale_rows,
     write_rows,
 )
+from kernels.thread_pool import atomic_read
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
-LAYER_FIELDS: Final = 27
-TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD = 20, 21, 23
+LAYER_FIELDS: Final = 30
+TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD, SUM_NORM_FIELD = 20, 21, 23, 29
 PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
 MLP_FIELDS: Final = 5
 LATENT_EPS: Final = 1e-6  # of the norms of q and latent, fixed as in `transformers`
-BATCH_FIELDS: Final = 16
+BATCH_FIELDS: Final = 17
 
 
 @compiled
 def attend_layer(pool: int, layer: int, batch: int) -> None:
     """Run attention of a decode batch, the next norm, and the router.
 
-    hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
-    norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
-    sinks, MLP norm; window; arithmetic and addresses of the router and its bias, of its rule
+    hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, kind of
+    norms (`norm_rows`); addresses of the attention norm, q/k/v and its bias, q/k norm, o and its
+    bias, sinks, MLP norm; window; arithmetic and addresses of the router and its bias, of its rule
     (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
     the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
     are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
-    limit of q, k and v (0: none); size of a value. batch: int64 T; addresses of hidden, cos, sin,
-    slots, entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D],
-    ids and weights [T, top_k]; whether numbers are float32; bits of scale; addresses of the MLP's
-    output [T, D], of the experts' input [T, D], if it is weighed, and of float32 factors of queries
-    [T] (0: none).
+    limit of q, k and v (0: none); size of a value; addresses of the gate's panels, and of the norms
+    of attention's and the MLP's output (`begin_sum`; 0: none). batch: int64 T; addresses of hidden,
+    cos, sin, slots, entries (`attend`), K pool, V pool, and of the results: the second norm's
+    output [T, D], ids and weights [T, top_k]; whether numbers are float32; bits of scale; addresses
+    of the MLP's output [T, D], of the experts' input [T, D], if it is weighed, and of float32
+    factors of queries [T] (0: none), of `begin_sum`'s result [T, D].
     """
     (
-        kind, D, H, _, _, eps_bits, once, norm, _, _, _, o, o_bias, _, mlp_norm, window,
-        router_kind, router, router_bias, rule, top_k, weighs, latent, _, _, _, v,
+        kind, D, H, _, _, eps_bits, norm_kind, norm, _, _, _, o, o_bias, _, mlp_norm, window,
+        router_kind, router, router_bias, rule, top_k, weighs, latent, _, _, _, v, gate, out_norm,
+        _,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
-        T, hidden, _, _, _, _, _, _, out, ids, weights, is_wide, _, _, weighed, _,
+        T, hidden, _, _, _, _, _, _, out, ids, weights, is_wide, _, _, weighed, _, _,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps = is_wide != 0, float_of_bits(eps_bits)
     x, fresh = np.empty(1 + T * max(D, H * v), np.float32), np.empty(1 + T * D, np.float32)
     x_at, fresh_at = address_of(x), address_of(fresh)
-    rms_norm(wide, hidden, D, norm, x_at, T, D, eps, once != 0)
+    gates = np.empty(1 + (T * H * v if gate else 0), np.float32)
+    norm_rows(wide, norm_kind, hidden, D, norm, x_at, T, D, eps)
+    if gate:
+        multiply(pool, kind, x_at, gate, 0, address_of(gates), T, D, H * v)
     if latent:
         _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
     else:
         _attend_heads(pool, layer, batch, x_at)
+    if gate:
+        gate_rows(wide, address_of(gates), x_at, T * H * v)
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * v, D)
+    if out_norm:
+        norm_rows(wide, norm_kind, fresh_at, D, out_norm, fresh_at, T, D, eps)
     add_rows(wide, hidden, fresh_at, T, D)
-    rms_norm(wide, hidden, D, mlp_norm, out, T, D, eps, once != 0)
+    norm_rows(wide, norm_kind, hidden, D, mlp_norm, out, T, D, eps)
     if top_k:
         _route(pool, router_kind, router, router_bias, rule, top_k, wide, out, T, D, ids, weights)
     if weighs:
@@ -98,7 +111,36 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
         scale_rows(wide, out, D, weights, weighed, D, T, D)
         for t in range(T * top_k):
             numbers[t] = _ONE
-    x[0] = fresh[0] = _ZERO  # they live until here
+    x[0] = fresh[0] = gates[0] = _ZERO  # they live until here
+
+
+@compiled
+def begin_sum(layer: int, batch: int) -> Any:
+    """Return the address of what the experts and the MLP are added to: hidden, or zeros."""
+    fields, args = (
+        carray(int64_at(layer), (LAYER_FIELDS,)),
+        carray(int64_at(batch), (BATCH_FIELDS,)),
+    )
+    if not fields[SUM_NORM_FIELD]:
+        return args[1]
+    count = args[0] * fields[1] * (4 if args[11] else 2) // 2
+    zeros = carray(uint16_at(args[16]), (count,))
+    for i in range(count):
+        zeros[i] = 0
+    return args[16]
+
+
+@compiled
+def end_sum(layer: int, batch: int) -> None:
+    """Add the norm of the sum to hidden, if it is not hidden itself."""
+    fields, args = (
+        carray(int64_at(layer), (LAYER_FIELDS,)),
+        carray(int64_at(batch), (BATCH_FIELDS,)),
+    )
+    wide, T, D, norm, total = args[11] != 0, args[0], fields[1], fields[SUM_NORM_FIELD], args[16]
+    if norm:
+        norm_rows(wide, fields[6], total, D, norm, total, T, D, float_of_bits(fields[5]))
+        add_rows(wide, args[1], total, T, D)
 
 
 @compiled
@@ -106,10 +148,10 @@ def _attend_heads(pool: int, layer: int, batch: int, x: int) -> None:
     """Replace rows x [T, D] by grouped-query attention [T, H * v] (`attend_layer`)."""
     (
         kind, D, H, G, d, eps_bits, _, _, qkv, qkv_bias, qk_norm, _, _, sinks, _, window, _, _, _,
-        _, _, _, _, _, norm_kind, limit, v,
+        _, _, _, _, _, norm_kind, limit, v, _, _, _,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
-        T, _, cos, sin, slots, entries, k_pool, v_pool, _, _, _, is_wide, scale, _, _, factors,
+        T, _, cos, sin, slots, entries, k_pool, v_pool, _, _, _, is_wide, scale, _, _, factors, _,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps, row = is_wide != 0, float_of_bits(eps_bits), (H + G) * d + G * v
     size = 4 if wide else 2
@@ -188,7 +230,7 @@ def _attend_latents(
         v_bytes,
     ) = carray(int64_at(latent), (LATENT_FIELDS,))  # fmt: skip
     (
-        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _, _, _,
+        T, _, cos, sin, slots, entries, entry_pool, _, _, _, _, is_wide, scale, _, _, _, _,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, d, C = is_wide != 0, n + p, r + p
     size = 4 if wide else 2
@@ -330,13 +372,16 @@ CLOCK_FIELDS: Final = 3  # ends of attention, MLP, experts
 
 @compiled
 def decode_layers(
-    pool: int, layers: int, batches: int, experts: int, clock: int, first: int, last: int
-) -> None:
-    """Run layers [first, last), of tables with a row for each.
+    pool: int, layers: int, batches: int, experts: int, clock: int, stop: int, first: int, last: int
+) -> int:
+    """Run layers [first, last), of tables with a row for each; return the layer reached.
 
-    `attend_layer`, `run_layer_mlp`, `add_experts`. clock: int64 [L, CLOCK_FIELDS] ns.
+    `attend_layer`, `run_layer_mlp`, `add_experts`. clock: int64 [L, CLOCK_FIELDS] ns. stop: address
+    of an int64 that ends the call after a layer if it is not 0.
     """
     for number in range(first, last):
+        if number > first and atomic_read(stop):
+            return number
         layer, batch = layers + number * LAYER_FIELDS * 8, batches + number * BATCH_FIELDS * 8
         fields = carray(int64_at(layer), (LAYER_FIELDS,))
         args = carray(int64_at(batch), (BATCH_FIELDS,))
@@ -345,11 +390,16 @@ def decode_layers(
         ends[0] = now_ns()
         run_layer_mlp(pool, layer, batch)
         ends[1] = now_ns()
+        total = begin_sum(layer, batch)
         if fields[TOP_K_FIELD]:
-            add_experts(pool, experts + number * EXPERT_FIELDS * 8)
+            given = experts + number * EXPERT_FIELDS * 8
+            carray(int64_at(given), (EXPERT_FIELDS,))[14] = total
+            add_experts(pool, given)
         if fields[MLP_FIELD]:
-            add_rows(args[11] != 0, args[1], args[13], args[0], fields[1])
+            add_rows(args[11] != 0, total, args[13], args[0], fields[1])
+        end_sum(layer, batch)
         ends[2] = now_ns()
+    return last
 
 
 @compiled

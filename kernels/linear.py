@@ -64,6 +64,7 @@ def _call_kernels() -> None:
     row_ops.group_pairs(*[0] * 9)
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0, 0.0, False)
     row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    row_ops.layer_norm(True, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
     delta_rule.advance(*[0] * 7)
     token_selection.select_tokens(0, True, *[0] * 9)
@@ -74,10 +75,10 @@ def _call_kernels() -> None:
     layer_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
     layer_ops.add_experts(0, nothing.ctypes.data)
     layer_ops.sum_experts(0, nothing.ctypes.data)
-    layer_ops.decode_layers(*[0] * 7)
+    layer_ops.decode_layers(*[0] * 8)
     tables = np.zeros(direct_calls.CALLER_FIELDS, np.int64)
     tables[6] = nothing.ctypes.data
-    direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, False, 0, 0)
+    direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, 0, False, 0, 0)
     direct_calls.serve_calls(*[0] * 11)
 
 

@@ -14,7 +14,7 @@ Shapes: T rows, K inputs, N outputs; experts: N (token, expert) pairs, D model d
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +36,7 @@ from kernels.compiled import (
     address_of,
     compiled,
     copy_bits,
+    emit_loop,
     exp,
     float32_at,
     float_bits,
@@ -52,10 +53,10 @@ from kernels.stored import (
     HAS_PAIRS,
     BFloat,
     Storage,
+    emit_units,
     layout_of,
     panel_bytes,
     rounded,
-    scales_of,
     unpack_panel,
     unpacked_pairs,
     unpacked_unit,
@@ -129,7 +130,7 @@ _BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 _Sums = list[Any]
 """A vector for each row and panel, row after row."""
 
-_Weights = list[tuple[int, list[Any]]]
+_Weights = Iterable[tuple[int, Sequence[Any]]]
 """By element of x of a step, in bytes from the first: a vector of each panel. Vectors of integers
 are pairs of bfloat16, for the processor's dot products."""
 
@@ -143,16 +144,9 @@ def _block(rows: int, panels: int) -> Any:
 
     @intrinsic
     def block(
-        _: Any,
-        kind: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        w_stride: Any,
-        steps: Any,
-        out: Any,
+        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, steps: Any, out: Any,
         to: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
             arithmetic, x, x_stride, w, w_stride, steps, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
@@ -164,10 +158,10 @@ def _block(rows: int, panels: int) -> Any:
 
                     def step(number: Any, sums: _Sums, kind: Arithmetic = kind) -> _Sums:
                         weights = _plain_weights(builder, kind, w_panels, number)
-                        offset = builder.mul(number, I64(4 * len(weights)))
+                        offset = builder.mul(number, I64(8 if kind is Arithmetic.WIDENED else 4))
                         return _step(builder, x_rows, offset, weights, sums)
 
-                    sums = _loop(builder, steps, zeros, step)
+                    sums = emit_loop(builder, steps, zeros, step)
                     _store_sums(builder, sums, rows, out, out_stride)
             return context.get_dummy_value()
 
@@ -186,17 +180,9 @@ def _stored_block(rows: int, panels: int) -> Any:
 
     @intrinsic
     def block(
-        _: Any,
-        kind: Any,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        w_stride: Any,
-        ahead: Any,
-        pairs: Any,
-        out: Any,
-        to: Any,
-    ) -> Any:
+        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, ahead: Any, pairs: Any,
+        out: Any, to: Any,
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
             code, x, x_stride, w, w_stride, ahead, pairs, out, out_stride = args
             x_rows = _addresses(builder, x, x_stride, rows)
@@ -204,8 +190,7 @@ def _stored_block(rows: int, panels: int) -> Any:
             for kind, storage in _STORED_KINDS:
                 chosen = builder.icmp_signed("==", code, I64(kind_of(kind, storage)))
                 with builder.if_then(chosen):
-                    panels_at = _StoredPanels(builder, kind, storage, w_panels, ahead)
-                    sums = panels_at.multiply(x_rows, pairs)
+                    sums = _stored_sums(builder, kind, storage, x_rows, w_panels, pairs, ahead)
                     _store_sums(builder, sums, rows, out, out_stride)
             return context.get_dummy_value()
 
@@ -214,61 +199,39 @@ def _stored_block(rows: int, panels: int) -> Any:
     return block
 
 
-class _StoredPanels:
-    """Emits a product with stored panels: a loop over groups, and in it one over units."""
+def _stored_sums(
+    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, x_rows: list[Any], panels: list[Any],
+    pairs: Any, ahead: Any,
+) -> _Sums:  # fmt: skip
+    """Emit a product with stored panels."""
+    layout, as_pairs = layout_of(storage), kind is Arithmetic.PAIRS
+    x_bytes = I64(layout.unit_pairs * (4 if as_pairs else 8))
+    zeros = [VECTOR([0.0] * LANES)] * (len(x_rows) * len(panels))
 
-    def __init__(
-        self,
-        builder: ir.IRBuilder,
-        kind: Arithmetic,
-        storage: Storage,
-        addresses: list[Any],
-        ahead: Any,
-    ) -> None:
-        self._builder, self._kind, self._storage = builder, kind, storage
-        self._addresses, self._ahead = addresses, ahead
+    def step(unit: Any, scales: list[Any], sums: _Sums) -> _Sums:
+        offset = builder.mul(unit, I64(layout.unit_bytes))
+        at = [builder.add(panel, offset) for panel in panels]
+        weights = _stored_weights(builder, kind, storage, at, scales, ahead)
+        return _step(builder, x_rows, builder.mul(unit, x_bytes), weights, sums)
 
-    def multiply(self, x_rows: list[Any], pairs: Any) -> _Sums:
-        builder, layout = self._builder, layout_of(self._storage)
-        units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
-        per_group = I64(layout.group_pairs // layout.unit_pairs)
-        as_pairs = self._kind is Arithmetic.PAIRS
-        pair_bytes = 4 if as_pairs else 8  # of x
+    return emit_units(builder, storage, panels, pairs, as_pairs, zeros, step)
 
-        def group_step(group: Any, sums: _Sums) -> _Sums:
-            first = builder.mul(group, per_group)
-            left = builder.sub(units, first)
-            count = builder.select(builder.icmp_signed("<", left, per_group), left, per_group)
-            scales = [
-                scales_of(builder, self._storage, each, pairs, group, as_pairs)
-                for each in self._addresses
-            ]
 
-            def unit_step(number: Any, sums: _Sums) -> _Sums:
-                unit = builder.add(first, number)
-                weights = self._weights(builder.mul(unit, I64(layout.unit_bytes)), scales)
-                offset = builder.mul(unit, I64(layout.unit_pairs * pair_bytes))
-                return _step(builder, x_rows, offset, weights, sums)
-
-            return _loop(builder, count, sums, unit_step)
-
-        last = builder.add(units, builder.sub(per_group, I64(1)))
-        zeros = [VECTOR([0.0] * LANES)] * (len(x_rows) * len(self._addresses))
-        return _loop(builder, builder.udiv(last, per_group), zeros, group_step)
-
-    def _weights(self, offset: Any, scales: list[Any]) -> _Weights:
-        """Emit the weights of a unit, and prefetch those ahead."""
-        builder, by_panel = self._builder, []
-        for address, scale in zip(self._addresses, scales, strict=True):
-            unit = builder.add(address, offset)
-            _prefetch(builder, builder.add(unit, self._ahead))
-            if self._kind is Arithmetic.PAIRS:
-                by_panel.append(unpacked_pairs(builder, self._storage, unit, scale))
-                continue
-            numbers = unpacked_unit(builder, self._storage, unit, scale)
-            is_rounded = self._kind is Arithmetic.WIDENED
-            by_panel.append(rounded(builder, self._storage, numbers) if is_rounded else numbers)
-        return [(4 * place, list(each)) for place, each in enumerate(zip(*by_panel, strict=True))]
+def _stored_weights(
+    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, units: list[Any], scales: list[Any],
+    ahead: Any,
+) -> _Weights:  # fmt: skip
+    """Emit the weights of a unit of each panel, and prefetch those ahead."""
+    by_panel: list[Iterable[Any]] = []
+    for unit, scale in zip(units, scales, strict=True):
+        _prefetch(builder, builder.add(unit, ahead))
+        if kind is Arithmetic.PAIRS:
+            by_panel.append(unpacked_pairs(builder, storage, unit, scale))
+            continue
+        numbers = unpacked_unit(builder, storage, unit, scale)
+        is_rounded = kind is Arithmetic.WIDENED
+        by_panel.append(rounded(builder, storage, numbers) if is_rounded else numbers)
+    return ((4 * place, each) for place, each in enumerate(zip(*by_panel, strict=True)))
 
 
 def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> list[Any]:
@@ -295,47 +258,13 @@ def _plain_weights(
         builder.load(pointer(builder, builder.add(w, offset), INTEGERS), align=4) for w in w_panels
     ]
     if kind is Arithmetic.PAIRS:
-        return [(0, words)]
-    if kind is Arithmetic.FLOAT32:
-        return [(0, [builder.bitcast(each, VECTOR) for each in words])]
-    shift, mask = (INTEGERS([n] * LANES) for n in (16, 0xFFFF0000))
-    low = [builder.bitcast(builder.shl(each, shift), VECTOR) for each in words]
-    high = [builder.bitcast(builder.and_(each, mask), VECTOR) for each in words]
-    return [(0, low), (4, high)]
-
-
-def _loop(
-    builder: ir.IRBuilder, count: Any, before: _Sums, step: Callable[[Any, _Sums], _Sums]
-) -> _Sums:
-    """Emit a loop of `count` steps, at least one, from the sums before it; return those after it.
-
-    step: emits a step by its number and the sums before it, and returns those after it.
-    """
-    entry, loop = builder.block, builder.append_basic_block("steps")
-    after = builder.append_basic_block("summed")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    number = builder.phi(I64)
-    number.add_incoming(I64(0), entry)
-    sums = [builder.phi(VECTOR) for _ in before]
-    ends = step(number, list(sums))
-    following = builder.add(number, I64(1))
-    number.add_incoming(following, builder.block)
-    for vector, first, end in zip(sums, before, ends, strict=True):
-        vector.add_incoming(first, entry)
-        vector.add_incoming(end, builder.block)
-    branch = builder.cbranch(builder.icmp_signed("!=", following, count), loop, after)
-    branch.set_metadata("llvm.loop", _as_written(builder.module))
-    builder.position_at_end(after)
-    return ends
-
-
-def _as_written(module: ir.Module) -> Any:
-    """Return metadata of a loop that LLVM must not unroll: it runs odd counts of steps too far."""
-    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
-    loop = ir.values.MDValue(module, [disable], name=str(len(module.metadata)))
-    loop.operands = (loop, disable)  # itself first, as LLVM requires
-    return loop
+        yield 0, words
+    elif kind is Arithmetic.FLOAT32:
+        yield 0, [builder.bitcast(each, VECTOR) for each in words]
+    else:
+        shift, mask = (INTEGERS([n] * LANES) for n in (16, 0xFFFF0000))
+        yield 0, [builder.bitcast(builder.shl(each, shift), VECTOR) for each in words]
+        yield 4, [builder.bitcast(builder.and_(each, mask), VECTOR) for each in words]
 
 
 def _step(
@@ -375,20 +304,20 @@ def _broadcast(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
 
 
 # Thirty-two registers of a vector hold the sums of eight rows and two panels; sixteen of half a
-# vector those of six rows and one panel.
+# vector those of six rows and one panel. Of few rows, panels side by side are chains of sums that
+# do not wait for each other.
 _WIDE: Final = processor_has("avx512f")
 _ROWS: Final = 8 if _WIDE else 6
 _PANELS: Final = 2 if _WIDE else 1
+_FEW_PANELS: Final = 2 if _WIDE else 4  # of one row
 _blocks_of_most, _block_of_most = _block(_ROWS, _PANELS), _block(_ROWS, 1)
 _blocks_of_4, _block_of_4 = _block(4, _PANELS), _block(4, 1)
-_blocks_of_2, _block_of_2 = _block(2, _PANELS), _block(2, 1)
-_blocks_of_1, _block_of_1 = _block(1, _PANELS), _block(1, 1)
+_blocks_of_2, _block_of_2 = _block(2, 2), _block(2, 1)
+_blocks_of_1, _block_of_1 = _block(1, _FEW_PANELS), _block(1, 1)
 # Registers also hold the unpacked weights and what they are unpacked with.
-_STORED_ROWS: Final = 4 if _WIDE else 2
-_STORED_PANELS: Final = 2 if _WIDE else 1  # of two or more rows
-_STORED_TILE: Final = 4 if _WIDE else 2  # panels of one row: chains of sums side by side
-_stored_blocks_of_most = _stored_block(_STORED_ROWS, _STORED_PANELS)
-_stored_blocks_of_2 = _stored_block(2, _STORED_PANELS)
+_STORED_TILE: Final = 4 if _WIDE else 2  # panels of one row
+_stored_blocks_of_4, _stored_blocks_of_3 = _stored_block(4, _PANELS), _stored_block(3, _PANELS)
+_stored_blocks_of_2 = _stored_block(2, _PANELS)
 _stored_blocks_of_1, _stored_block_of_1 = _stored_block(1, _STORED_TILE), _stored_block(1, 1)
 _FEW_ROWS = 4  # for which unpacking into registers is faster than into the cache
 _TILE = 128  # rows whose inputs stay in the cache
@@ -396,16 +325,9 @@ _TILE = 128  # rows whose inputs stay in the cache
 
 @compiled
 def multiply_block(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    steps: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, steps: int, panels: int, out: int,
     stride: int,
-) -> None:
+) -> None:  # fmt: skip
     """Write [rows, panels * 16] float32 to `out`. Strides are in bytes."""
     arithmetic, storage = kind & _ARITHMETIC_MASK, kind >> _STORAGE_SHIFT
     if storage == 0:
@@ -426,7 +348,7 @@ def multiply_block(
         count = min(_PANELS, panels - first)
         for panel in range(count):
             stored, to = w + (first + panel) * stored_size, plain_at + panel * size
-            unpack_panel(storage, not is_float32, is_pairs, stored, pairs, to)
+            unpack_panel(storage, not is_float32, stored, pairs, to)
         at = out + first * _STEP_BYTES
         _multiply_plain(plain_kind, x, x_stride, rows, plain_at, plain_steps, count, at, stride)
     plain[0] = _ZERO  # it lives until here
@@ -434,96 +356,72 @@ def multiply_block(
 
 @compiled
 def _multiply_stored(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    pairs: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, pairs: int, panels: int, out: int,
     stride: int,
-) -> None:
-    """Multiply few rows by stored panels, which are unpacked into registers."""
+) -> None:  # fmt: skip
+    """Multiply at most _FEW_ROWS rows by stored panels, which are unpacked into registers."""
     size = panel_bytes(kind >> _STORAGE_SHIFT, pairs)
-    for panel in range(0, panels, _STORED_TILE):
-        count, first, row = min(_STORED_TILE, panels - panel), w + panel * size, 0
-        ahead = _STORED_TILE * size if panel + _STORED_TILE < panels else 0
-        while row < rows:
-            left, x_row = rows - row, x + row * x_stride
-            to, taken, step = out + row * stride + panel * _STEP_BYTES, 1, _STORED_TILE
-            if _STORED_ROWS > 2 and left >= _STORED_ROWS:
-                taken, step = _STORED_ROWS, _STORED_PANELS
-            elif left >= 2:
-                taken, step = 2, _STORED_PANELS
-            whole = count - count % step
-            for each in range(0, whole, step):
-                at, weight = to + each * _STEP_BYTES, first + each * size
-                if _STORED_ROWS > 2 and taken > 2:
-                    _stored_blocks_of_most(
-                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
-                    )
-                elif taken == 2:
-                    _stored_blocks_of_2(
-                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
-                    )
-                else:
-                    _stored_blocks_of_1(
-                        kind, x_row, x_stride, weight, size, ahead, pairs, at, stride
-                    )
-            for each in range(whole, count):
-                for t in range(taken):
-                    at, weight = to + t * stride + each * _STEP_BYTES, first + each * size
-                    row_at = x_row + t * x_stride
-                    _stored_block_of_1(kind, row_at, x_stride, weight, size, 0, pairs, at, stride)
-            row += taken
+    step = _STORED_TILE if rows == 1 else _PANELS
+    for panel in range(0, panels, step):
+        weight, to = w + panel * size, out + panel * _STEP_BYTES
+        ahead = step * size if panel + step < panels else 0
+        if panels - panel < step:
+            for each in range(panels - panel):
+                for t in range(rows):
+                    at, one = to + t * stride + each * _STEP_BYTES, weight + each * size
+                    row = x + t * x_stride
+                    _stored_block_of_1(kind, row, x_stride, one, size, 0, pairs, at, stride)
+        elif rows == 4:
+            _stored_blocks_of_4(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
+        elif rows == 3:
+            _stored_blocks_of_3(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
+        elif rows == 2:
+            _stored_blocks_of_2(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
+        else:
+            _stored_blocks_of_1(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
 
 
 @compiled
 def _multiply_plain(
-    kind: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    steps: int,
-    panels: int,
-    out: int,
+    kind: int, x: int, x_stride: int, rows: int, w: int, steps: int, panels: int, out: int,
     stride: int,
-) -> None:
-    w_stride = steps * _STEP_BYTES
-    for panel in range(0, panels, _PANELS):
-        several = panels - panel >= _PANELS
+) -> None:  # fmt: skip
+    w_stride, panel = steps * _STEP_BYTES, 0
+    tile = _FEW_PANELS if rows < 4 else _PANELS
+    while panel < panels:
+        count = tile if panels - panel >= tile else 1
         weight, to, x_row, row = w + panel * w_stride, out + panel * _STEP_BYTES, x, 0
         while row < rows:
             left = rows - row
             if left >= _ROWS:
                 taken = _ROWS
-                if several:
+                if count > 1:
                     _blocks_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
                 else:
                     _block_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
             elif left >= 4:
                 taken = 4
-                if several:
+                if count > 1:
                     _blocks_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
                 else:
                     _block_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
             elif left >= 2:
                 taken = 2
-                if several:
-                    _blocks_of_2(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-                else:
+                for two in range(0, count - 1, 2):
+                    one, at = weight + two * w_stride, to + two * _STEP_BYTES
+                    _blocks_of_2(kind, x_row, x_stride, one, w_stride, steps, at, stride)
+                if count == 1:
                     _block_of_2(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
             else:
                 taken = 1
-                if several:
+                if count > 1:
                     _blocks_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
                 else:
                     _block_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
             row += taken
             x_row += taken * x_stride
             to += taken * stride
+        panel += count
 
 
 # --- products
@@ -773,21 +671,9 @@ def add_weighted(pool: int, rows: int, weights: int, y: int, out: int, N: int, D
 
 @compiled
 def run_experts(
-    pool: int,
-    kind: int,
-    x: int,
-    rows: int,
-    gate_up: int,
-    down: int,
-    experts: int,
-    counts: int,
-    num_experts: int,
-    D: int,
-    F: int,
-    alpha: float,
-    limit: float,
-    y: int,
-) -> None:
+    pool: int, kind: int, x: int, rows: int, gate_up: int, down: int, experts: int, counts: int,
+    num_experts: int, D: int, F: int, alpha: float, limit: float, y: int,
+) -> None:  # fmt: skip
     """Write each pair's unweighted expert output to y [N, D] float32, in the pool's threads.
 
     x: rows [U, D]; `rows` int64 [N] selects the pairs' rows, in the order of `experts` int64 with

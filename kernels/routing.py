@@ -30,7 +30,7 @@ class RoutingRule:
 
     bias_E counts in the choice of groups and experts, not in the weights. normalize: weights of a
     token sum to 1. rounds: weights are rounded to the dtype of the logits (Qwen3-MoE). scale
-    multiplies them.
+    multiplies them. jitter: instead of all these, the rule is `sparsemixer`.
     """
 
     def __init__(
@@ -44,19 +44,25 @@ class RoutingRule:
         limit: GroupLimit = GroupLimit(),
         bias_E: Tensor | None = None,
         scale: float = 1.0,
+        jitter: float | None = None,
     ) -> None:
         self._top_k, self._normalize, self._sigmoid = top_k, normalize, sigmoid
         self._rounds, self._limit, self._scale = rounds, limit, scale
         self._bias_E = None if bias_E is None else bias_E.float().contiguous()
         bias, groups = 0 if self._bias_E is None else self._bias_E.data_ptr(), astuple(limit)
-        flags = experts, sigmoid, normalize, rounds
-        self.fields = np.array((*flags, bias, *groups, bits_of(scale)), np.int64)
+        self._jitter = jitter
+        score = int(sigmoid) if jitter is None else row_ops.SPARSEMIXER
+        flags = experts, score, normalize, rounds
+        factor = bits_of(scale if jitter is None else jitter)
+        self.fields = np.array((*flags, bias, *groups, factor), np.int64)
 
     def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return (ids [T, K] int64, weights [T, K] float32), best expert first."""
         if row_ops.is_compiled(logits_TE):
             ids_TK = torch.empty((len(logits_TE), self._top_k), dtype=torch.int64)
             return ids_TK, self._on_cpu(logits_TE, ids_TK, given=False)
+        if self._jitter is not None:
+            return sparsemixer(logits_TE, self._jitter, self._top_k)
         scores_TE, limit = self._scores(logits_TE), self._limit
         choice_TE = scores_TE if self._bias_E is None else scores_TE + self._bias_E
         if limit.kept < limit.groups:
@@ -74,6 +80,8 @@ class RoutingRule:
         """Return [T, K] float32: the weights of given experts."""
         if row_ops.is_compiled(logits_TE):
             return self._on_cpu(logits_TE, ids_TK.contiguous(), given=True)
+        if self._jitter is not None:
+            return sparsemixer_weights(logits_TE, ids_TK, self._jitter)
         return self._finished(self._scores(logits_TE).gather(1, ids_TK), logits_TE.dtype)
 
     def _on_cpu(self, logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tensor:

@@ -141,6 +141,41 @@ def rms_norm(
 
 
 @compiled
+def layer_norm(
+    wide: bool, x: int, stride: int, weight: int, out: int, T: int, D: int, eps: float
+) -> None:
+    """Write the LayerNorm of rows, as `rms_norm`. weight: address of weight and bias [2, D]."""
+    size, ones = 4 if wide else 2, np.ones(D, np.float32)
+    row, weight_D, bias_D = ones.copy(), ones.copy(), ones.copy()
+    read_numbers(wide, weight, D, weight_D)
+    read_numbers(wide, weight + D * size, D, bias_D)
+    for t in range(T):
+        read_numbers(wide, x + t * stride * size, D, row)
+        mean = _sum_of_products(row, ones, D) / np.float32(D)
+        for i in range(D):
+            row[i] -= mean
+        variance = _sum_of_products(row, row, D) / np.float32(D)
+        scale = _ONE / np.sqrt(variance + np.float32(eps))
+        for i in range(D):
+            row[i] = row[i] * scale * weight_D[i] + bias_D[i]
+        write_numbers(wide, out + t * stride * size, D, row)
+
+
+RMS_NORM, RMS_NORM_ONCE, LAYER_NORM = 0, 1, 2
+
+
+@compiled
+def norm_rows(
+    wide: bool, kind: int, x: int, stride: int, weight: int, out: int, T: int, D: int, eps: float
+) -> None:
+    """Write the norm of a kind of rows (`rms_norm`, `layer_norm`)."""
+    if kind == LAYER_NORM:
+        layer_norm(wide, x, stride, weight, out, T, D, eps)
+    else:
+        rms_norm(wide, x, stride, weight, out, T, D, eps, kind == RMS_NORM_ONCE)
+
+
+@compiled
 def norm_and_rope(
     wide: bool, x: int, x_stride: int, x_head: int, weight: int, cos: int, sin: int, out: int,
     out_stride: int, out_head: int, T: int, H: int, d: int, eps: float,
@@ -216,6 +251,18 @@ def sigmoid(x: int, count: int) -> None:
 
 
 @compiled
+def gate_rows(wide: bool, gates: int, out: int, count: int) -> None:
+    """Multiply numbers by the sigmoids of gates."""
+    gate, numbers = np.empty(count, np.float32), np.empty(count, np.float32)
+    read_numbers(wide, gates, count, gate)
+    read_numbers(wide, out, count, numbers)
+    sigmoid(gate.ctypes.data, count)
+    for i in range(count):
+        numbers[i] *= gate[i] if wide else from_bfloat16(to_bfloat16(gate[i]))
+    write_numbers(wide, out, count, numbers)
+
+
+@compiled
 def group_pairs(
     ids: int, weights: int, local: int, N: int, top_k: int, e: int, rows: int, sorted: int,
     counts: int,
@@ -245,6 +292,7 @@ def group_pairs(
 
 
 RULE_FIELDS: Final = 9
+SOFTMAX, SIGMOID, SPARSEMIXER = 0, 1, 2  # scores
 
 
 @compiled
@@ -254,11 +302,11 @@ def choose_experts(
     """Write the best experts of each row of logits [T, E]: ids int64, weights float32 [T, top_k].
 
     given: read ids instead. Of equal experts the first one is taken. rule: int64 fields of
-    `RoutingRule` (kernels/routing.py): E, whether scores are sigmoids (or the softmax), whether
-    weights of a row sum to 1, and are rounded as logits are; address of the bias (0: none); groups,
-    number of them that are kept, and of a group's best experts; bits of scale.
+    `RoutingRule` (kernels/routing.py): E, kind of scores, whether weights of a row sum to 1, and
+    are rounded as logits are; address of the bias (0: none); groups, number of them that are kept,
+    and of a group's best experts; bits of scale, or of SPARSEMIXER's jitter.
     """
-    E, is_sigmoid, normalizes, rounds, bias, groups, kept, best, scale_bits = carray(
+    E, score, normalizes, rounds, bias, groups, kept, best, scale_bits = carray(
         int64_at(rule), (RULE_FIELDS,)
     )
     size, scale = 4 if wide else 2, np.float32(float_of_bits(scale_bits))
@@ -271,7 +319,12 @@ def choose_experts(
         weights_K = carray(float32_at(weights + t * top_k * 4), (top_k,))
         for e in range(E):
             choice[e] = row[e]
-        if is_sigmoid:
+        if score == SPARSEMIXER:
+            if not given:
+                _choose_largest(choice, top_k, chosen)
+            _mix(wide, row, choice, chosen, weights_K, scale)
+            continue
+        if score == SIGMOID:
             for e in range(E):
                 row[e] = _ONE / (_ONE + exp(-row[e]))
         else:
@@ -306,6 +359,31 @@ def _softmax(row: Any) -> None:
         total += row[e]
     for e in range(row.shape[0]):
         row[e] /= total
+
+
+@compiled
+def _rounded(wide: bool, number: Any) -> Any:
+    return number if wide else from_bfloat16(to_bfloat16(number))
+
+
+@compiled
+def _mix(wide: bool, row: Any, left: Any, chosen: Any, weights_K: Any, jitter: Any) -> None:
+    """Write weights of chosen experts (`sparsemixer_weights`). left: a copy of row, changed."""
+    E, probs = row.shape[0], np.empty(row.shape[0], np.float32)
+    limit = _rounded(wide, np.float32(2.0) * jitter)
+    for k in range(chosen.shape[0]):
+        best, total = _LEAST, _ZERO
+        for e in range(E):
+            best = max(best, left[e])
+        for e in range(E):
+            distance = _rounded(wide, best - row[e])
+            is_distant = _rounded(wide, distance / max(abs(row[e]), best)) > limit
+            probs[e] = _ZERO if is_distant else exp(left[e] - best)
+            if left[e] == _LEAST:
+                probs[e] = _ZERO
+            total += probs[e]
+        weights_K[k] = probs[chosen[k]] / total
+        left[chosen[k]] = _LEAST
 
 
 @compiled

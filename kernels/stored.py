@@ -20,7 +20,7 @@ together; a group, the pairs with one scale.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.compiled import (
-    F32,
     I8,
     I32,
     I64,
@@ -40,6 +39,7 @@ from kernels.compiled import (
     LANES,
     VECTOR,
     compiled,
+    emit_loop,
     intrinsic,
     pointer,
     processor_has,
@@ -177,8 +177,8 @@ def _panels(*rows: Tensor) -> Tensor:
 _WORD: Final = 4 * LANES  # bytes
 _FP8_POWER: Final = 2.0**120  # of the bits of e4m3 as bits of a float32
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_HALF = ir.VectorType(F32, 8)
-_HALF_INTEGERS = ir.VectorType(I32, 8)
+_BYTES, _ALL_BYTES = ir.VectorType(I8, 32), ir.VectorType(I8, 4 * LANES)
+_HALVES = [ir.VectorType(I32, 32)(list(range(first, first + 32))) for first in (0, 32)]
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
@@ -222,22 +222,38 @@ def _from_fp4(builder: ir.IRBuilder, words: Any, place: int) -> Any:
         name = "llvm.x86.avx512.permvar.sf.512"
         return builder.call(_function(builder, name, VECTOR, VECTOR, INTEGERS), [table, codes])
     sign = builder.and_(builder.shl(words, _integers(28 - place)), _integers(0x80000000))
-    if processor_has("avx2"):  # by the lowest three
-        name = "llvm.x86.avx2.permps"
-        function = _function(builder, name, _HALF, _HALF, _HALF_INTEGERS)
-        halves = []
-        for first in (0, 8):
-            lanes = ir.VectorType(I32, 8)(list(range(first, first + 8)))
-            half = builder.shuffle_vector(codes, codes, lanes)
-            halves.append(builder.call(function, [_HALF(list(_FP4)), half]))
-        sizes = builder.shuffle_vector(*halves, INTEGERS(list(range(LANES))))
-        bits = builder.bitcast(sizes, INTEGERS)
-    else:
-        size = builder.and_(codes, _integers(7))
-        normal = builder.add(builder.shl(size, _integers(22)), _integers(126 << 23))
-        small = builder.mul(size, _integers(0x3F000000))  # 0 and 0.5
-        bits = builder.select(builder.icmp_unsigned(">", size, _integers(1)), normal, small)
+    size = builder.and_(codes, _integers(7))
+    normal = builder.add(builder.shl(size, _integers(22)), _integers(126 << 23))
+    small = builder.mul(size, _integers(0x3F000000))  # 0 and 0.5
+    bits = builder.select(builder.icmp_unsigned(">", size, _integers(1)), normal, small)
     return builder.bitcast(builder.or_(bits, sign), VECTOR)
+
+
+def _unit_of_fp4(builder: ir.IRBuilder, words: Any, scales: Any) -> Iterator[Any]:
+    """Emit the numbers of a unit in the order of K, by look-ups of 32 bytes.
+
+    A code's byte is twice its number. As the highest byte of an integer it is 2**25 times as large.
+    """
+    scales, sizes = builder.fmul(scales, VECTOR([2.0**-25] * LANES)), [int(2 * n) for n in _FP4]
+    table = _BYTES([*sizes, *(-size for size in sizes)] * 2)
+    look_up = _function(builder, "llvm.x86.avx2.pshuf.b", _BYTES, _BYTES, _BYTES)
+    found = []
+    for codes in (words, builder.lshr(words, _integers(4))):
+        low = builder.bitcast(builder.and_(codes, _integers(0x0F0F0F0F)), _ALL_BYTES)
+        halves = [
+            builder.call(look_up, [table, builder.shuffle_vector(low, low, _HALVES[half])])
+            for half in range(2)
+        ]
+        joined = builder.shuffle_vector(*halves, ir.VectorType(I32, 64)(list(range(64))))
+        found.append(builder.bitcast(joined, INTEGERS))
+    for place in range(8):
+        number = found[place // 2 % 2]
+        shift = 24 - 8 * (place // 4 + 2 * (place % 2))
+        if shift:
+            number = builder.shl(number, _integers(shift))
+        if shift < 24:
+            number = builder.and_(number, _integers(0xFF000000))
+        yield builder.fmul(builder.sitofp(number, VECTOR), scales)
 
 
 def _pair_of_fp4(builder: ir.IRBuilder, words: Any, place: int, lowered: Any) -> Any:
@@ -294,21 +310,24 @@ def scales_of(
     return builder.bitcast(both, _SHORTS)
 
 
-def unpacked_unit(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: Any) -> list[Any]:
-    """Emit the float32 numbers of a unit, in the order of K; unit: its address."""
+def unpacked_unit(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: Any) -> Iterator[Any]:
+    """Emit the float32 numbers of a unit, in the order of K, one at a time; unit: its address."""
     if storage is Storage.INT8:
         places = unit, builder.add(unit, I64(LANES))
-        return [builder.fmul(_from_int8(builder, each), scales) for each in places]
-    if storage is Storage.FP8:
+        yield from (builder.fmul(_from_int8(builder, each), scales) for each in places)
+    elif storage is Storage.FP8:
         words = _load(builder, unit, 16)
-        return [builder.fmul(_from_fp8(builder, words, place), scales) for place in range(2)]
-    words = _load(builder, unit, 32)
-    if storage is Storage.MXFP4:
+        yield from (builder.fmul(_from_fp8(builder, words, place), scales) for place in range(2))
+    elif storage is Storage.BFLOAT16:
+        words = _load(builder, unit, 32)
+        yield builder.bitcast(builder.shl(words, _integers(16)), VECTOR)
+        yield builder.bitcast(builder.and_(words, _integers(0xFFFF0000)), VECTOR)
+    elif processor_has("avx2") and not processor_has("avx512f"):
+        yield from _unit_of_fp4(builder, _load(builder, unit, 32), scales)
+    else:
+        words = _load(builder, unit, 32)
         bits = [4 * pair + half for pair in range(4) for half in (0, 16)]
-        return [builder.fmul(_from_fp4(builder, words, place), scales) for place in bits]
-    low = builder.shl(words, _integers(16))
-    high = builder.and_(words, _integers(0xFFFF0000))
-    return [builder.bitcast(each, VECTOR) for each in (low, high)]
+        yield from (builder.fmul(_from_fp4(builder, words, place), scales) for place in bits)
 
 
 def unpacked_pairs(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: Any) -> list[Any]:
@@ -331,56 +350,79 @@ def unpacked_pairs(builder: ir.IRBuilder, storage: Storage, unit: Any, scales: A
     return [builder.bitcast(mixed, INTEGERS)]
 
 
-def rounded(builder: ir.IRBuilder, storage: Storage, numbers: list[Any]) -> list[Any]:
+def rounded(builder: ir.IRBuilder, storage: Storage, numbers: Iterable[Any]) -> Iterator[Any]:
     """Emit float32 numbers of a storage rounded to bfloat16, ties to even."""
-    if storage in (Storage.MXFP4, Storage.BFLOAT16):
-        return numbers  # they are exact
-    found = []
     for each in numbers:
+        if storage in (Storage.MXFP4, Storage.BFLOAT16):
+            yield each  # it is exact
+            continue
         bits = builder.bitcast(each, INTEGERS)
         odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
         near = builder.add(bits, builder.add(odd, _integers(0x7FFF)))
-        found.append(builder.bitcast(builder.and_(near, _integers(0xFFFF0000)), VECTOR))
-    return found
+        yield builder.bitcast(builder.and_(near, _integers(0xFFFF0000)), VECTOR)
 
 
-def _unpack(storage: Storage) -> Any:
-    """Return the intrinsic that unpacks a unit.
+def emit_units(
+    builder: ir.IRBuilder, storage: Storage, panels: list[Any], pairs: Any, as_pairs: bool,
+    before: list[Any], step: Callable[[Any, list[Any], list[Any]], list[Any]],
+) -> list[Any]:  # fmt: skip
+    """Emit a loop over groups of panels, and in it one over units (`emit_loop`).
 
-    Arguments: whether numbers are rounded to bfloat16, and whether they are stored as words of two
-    (`HAS_PAIRS`); address, pairs and unit of the panel; address of the result.
+    panels: their addresses. step: emits a unit by its number, the scales of each panel and the
+    vectors before it.
+    """
+    layout = _LAYOUTS[storage]
+    units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
+    per_group = I64(layout.group_pairs // layout.unit_pairs)
+
+    def group_step(group: Any, vectors: list[Any]) -> list[Any]:
+        first = builder.mul(group, per_group)
+        left = builder.sub(units, first)
+        count = builder.select(builder.icmp_signed("<", left, per_group), left, per_group)
+        scales = [scales_of(builder, storage, each, pairs, group, as_pairs) for each in panels]
+
+        def unit_step(number: Any, vectors: list[Any]) -> list[Any]:
+            return step(builder.add(first, number), scales, vectors)
+
+        return emit_loop(builder, count, vectors, unit_step)
+
+    last = builder.add(units, builder.sub(per_group, I64(1)))
+    return emit_loop(builder, builder.udiv(last, per_group), before, group_step)
+
+
+def _unpack(storage: Storage, *, rounds: bool, as_pairs: bool) -> Any:
+    """Return the intrinsic that unpacks a panel: its address, pairs, and address of the result.
+
+    rounds: to bfloat16. as_pairs: to words of two (`HAS_PAIRS`).
     """
 
     @intrinsic
-    def unpack(
-        _: Any, rounds: Any, as_pairs: Any, panel: Any, pairs: Any, unit: Any, to: Any
-    ) -> Any:
+    def unpack(_: Any, panel: Any, pairs: Any, to: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            rounds, as_pairs, panel, pairs, unit, to = args
+            panel, pairs, to = args
             layout = _LAYOUTS[storage]
-            group = builder.udiv(unit, I64(layout.group_pairs // layout.unit_pairs))
-            at = builder.add(panel, builder.mul(unit, I64(layout.unit_bytes)))
-            with builder.if_else(as_pairs) as (then, otherwise):
-                with then:
-                    if HAS_PAIRS:
-                        scales = scales_of(builder, storage, panel, pairs, group, True)
-                        _store(builder, to, unpacked_pairs(builder, storage, at, scales))
-                with otherwise:
-                    scales = scales_of(builder, storage, panel, pairs, group, False)
-                    exact = unpacked_unit(builder, storage, at, scales)
-                    near = rounded(builder, storage, exact)
-                    chosen = [
-                        builder.select(rounds, *both) for both in zip(near, exact, strict=True)
-                    ]
-                    _store(builder, to, chosen)
+            unit_bytes = I64(layout.unit_pairs * (1 if as_pairs else 2) * _WORD)
+
+            def step(unit: Any, scales: list[Any], _: list[Any]) -> list[Any]:
+                at = builder.add(panel, builder.mul(unit, I64(layout.unit_bytes)))
+                numbers: Iterable[Any]
+                if as_pairs:
+                    numbers = unpacked_pairs(builder, storage, at, *scales)
+                else:
+                    numbers = unpacked_unit(builder, storage, at, *scales)
+                    numbers = rounded(builder, storage, numbers) if rounds else numbers
+                _store(builder, builder.add(to, builder.mul(unit, unit_bytes)), numbers)
+                return []
+
+            emit_units(builder, storage, [panel], pairs, as_pairs, [], step)
             return context.get_dummy_value()
 
-        return types.void(*[types.boolean] * 2, *[types.int64] * 4), generate
+        return types.void(*[types.int64] * 3), generate
 
     return unpack
 
 
-def _store(builder: ir.IRBuilder, to: Any, vectors: list[Any]) -> None:
+def _store(builder: ir.IRBuilder, to: Any, vectors: Iterable[Any]) -> None:
     """Emit stores of vectors one after the other."""
     for number, vector in enumerate(vectors):
         place = builder.add(to, I64(number * _WORD))
@@ -388,8 +430,12 @@ def _store(builder: ir.IRBuilder, to: Any, vectors: list[Any]) -> None:
 
 
 _MXFP4, _FP8, _BFLOAT16, _INT8 = (int(each) for each in _LAYOUTS)
-_unpack_mxfp4, _unpack_fp8, _unpack_bfloat16, _unpack_int8 = map(_unpack, _LAYOUTS)
-_MXFP4_PAIRS: Final = _LAYOUTS[Storage.MXFP4].unit_pairs
+_exact_mxfp4, _exact_fp8, _exact_bfloat16, _exact_int8 = (
+    _unpack(each, rounds=False, as_pairs=False) for each in _LAYOUTS
+)
+_near_mxfp4, _near_fp8, _near_bfloat16, _near_int8 = (
+    _unpack(each, rounds=True, as_pairs=HAS_PAIRS) for each in _LAYOUTS
+)
 
 
 @compiled
@@ -403,23 +449,25 @@ def panel_bytes(storage: int, pairs: int) -> int:
 
 
 @compiled
-def unpack_panel(
-    storage: int, rounds: bool, as_pairs: bool, panel: int, pairs: int, to: int
-) -> None:
-    """Write a panel's numbers as float32 [2 * pairs, 16], or bfloat16 [pairs, 16, 2].
+def unpack_panel(storage: int, rounds: bool, panel: int, pairs: int, to: int) -> None:
+    """Write a panel's numbers as float32 [2 * pairs, 16].
 
-    rounds: to bfloat16.
+    rounds: to bfloat16, and to [pairs, 16, 2] of it on a processor that `HAS_PAIRS`.
     """
-    step = _WORD if as_pairs else 2 * _WORD
-    if storage == _MXFP4:
-        for unit in range(pairs // _MXFP4_PAIRS):
-            _unpack_mxfp4(rounds, as_pairs, panel, pairs, unit, to + unit * _MXFP4_PAIRS * step)
-        return
-    for pair in range(pairs):
-        at = to + pair * step
-        if storage == _FP8:
-            _unpack_fp8(rounds, as_pairs, panel, pairs, pair, at)
+    if rounds:
+        if storage == _MXFP4:
+            _near_mxfp4(panel, pairs, to)
+        elif storage == _FP8:
+            _near_fp8(panel, pairs, to)
         elif storage == _INT8:
-            _unpack_int8(rounds, as_pairs, panel, pairs, pair, at)
+            _near_int8(panel, pairs, to)
         else:
-            _unpack_bfloat16(rounds, as_pairs, panel, pairs, pair, at)
+            _near_bfloat16(panel, pairs, to)
+    elif storage == _MXFP4:
+        _exact_mxfp4(panel, pairs, to)
+    elif storage == _FP8:
+        _exact_fp8(panel, pairs, to)
+    elif storage == _INT8:
+        _exact_int8(panel, pairs, to)
+    else:
+        _exact_bfloat16(panel, pairs, to)

@@ -43,6 +43,7 @@ from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
 from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan
 
 HOLD_S = 0.001  # while best-effort work is held
+_INTERVALS_ALONE = 20  # of layers in one call, which `wake` interrupts
 
 
 class HiddenStateSink(Protocol):
@@ -151,7 +152,9 @@ class Executor:
         ]
 
     def wake(self) -> None:
-        """End a waiting `step`. Thread-safe."""
+        """End a waiting `step`, and one of several layers after a layer. Thread-safe."""
+        if self._layer_decoder is not None:
+            self._layer_decoder.interrupt()
         self._backend.wake()
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
@@ -313,7 +316,7 @@ class Executor:
         return decoder.accepts(inputs)
 
     def _decode(self, micro_batch: MicroBatch) -> Steps[None]:
-        """Run the remaining layers, with a yield about every POLL_INTERVAL_S.
+        """Run the remaining layers, with a yield about every POLL_INTERVAL_S beside other batches.
 
         Returns early where the decoder accepts the batch no more, or a layer's experts have to be
         dispatched.
@@ -324,15 +327,16 @@ class Executor:
         micro_batch.last = None  # the call computes all rows
         if micro_batch.hidden_TD is None:
             micro_batch.hidden_TD = self._half.embed(inputs)
+        micro_batch.hidden_TD = yield from self._half.residual(micro_batch.hidden_TD, inputs)
         scheduled = micro_batch.batch.scheduled
         owner = CallOwner(scheduled.number, micro_batch.index, scheduled.priority)
         try:
             while micro_batch.layer < self.layers:
                 first, layer_s = micro_batch.layer, self._times.layer_s(tokens)
-                count = int(POLL_INTERVAL_S / layer_s) if layer_s else 1
-                last = min(self.layers, first + max(1, count))
-                start_s = self._clock()
                 is_alone = len(self._runs) == 1
+                call_s = POLL_INTERVAL_S * (_INTERVALS_ALONE if is_alone else 1)
+                last = min(self.layers, first + max(1, int(call_s / layer_s) if layer_s else 1))
+                start_s = self._clock()
                 done = decoder.run(
                     (first, last), micro_batch.hidden_TD, inputs, owner, is_alone=is_alone
                 )
@@ -344,6 +348,8 @@ class Executor:
                 micro_batch.layer += len(done.ends)
                 micro_batch.attended = micro_batch.layer - 1
                 if done.routed is not None:
+                    hidden_TD, layer = micro_batch.hidden_TD, micro_batch.layer
+                    micro_batch.hidden_TD = self._half.begin_sum(layer, hidden_TD, inputs)
                     micro_batch.doing = Stage.ATTENTION, micro_batch.layer
                     yield from self._route(micro_batch, done.routed)
                     return

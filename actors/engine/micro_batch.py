@@ -250,9 +250,15 @@ class TaskSpans:
         self._add(micro_batch, self._times.mark(self._clock()))
 
     def end(self, micro_batch: MicroBatch, stage: Stage, layer: int, end_s: float) -> None:
-        """Record that a stage of a layer ended at a time."""
-        micro_batch.doing = stage, layer
-        self._add(micro_batch, end_s)
+        """Record that a stage of a layer ended at a time of the host."""
+        number, index, start_s = (
+            micro_batch.batch.scheduled.number,
+            micro_batch.index,
+            self._since_s,
+        )
+        self._since_s = end_s
+        task = number, layer, index, 0, micro_batch.tokens
+        self._timeline.add(TaskSpan(self._name, stage, start_s, end_s, *task))
 
     def close(self) -> None:
         """Record the span of the suspended task, before another one runs."""

@@ -26,6 +26,7 @@ from kernels.direct_calls import (
     CALL_FIELDS,
     CHOICE_FIELDS,
     CLOCK_FIELDS,
+    DONE,
     LATE,
     PEER_FIELDS,
     READY,
@@ -131,12 +132,12 @@ class RemoteLayerDecoder(LayerDecoder):
         if client is not None and not resumes:
             self._lease = client.begin_layer()
         times_ns = int(1e9 * WAIT_S), int(1e9 * self._parts.endpoint.spin_s)
-        reached = decode_remote_layers(
-            shared_pool(), self._tables.ctypes.data, first, last, resumes, *times_ns
-        )
+        tables = self._tables.ctypes.data, self._stop.ctypes.data
+        reached = decode_remote_layers(shared_pool(), *tables, first, last, resumes, *times_ns)
+        self._stop[0] = 0
         self._count(first, reached, len(hidden_TD), owner)
         done = DecodedLayers(self._stage_ends(first, reached))
-        if reached == last:
+        if self._call[CALL_FIELDS] == DONE:
             self.end()
             return done
         if not resumes or reached > first:
@@ -235,19 +236,25 @@ class RemoteLayerDecoder(LayerDecoder):
         endpoint.count_bytes(row_bytes + pair_bytes, row_bytes)
         ids_LN = self._ids_LTK.view(len(self._layers), -1)[:, :pairs].numpy()
         slots_LN = self._slots_LTK.reshape(len(self._layers), -1)[:, :pairs]
-        for layer in routed:
-            placed, ids_N = self._topology.slots.layer(layer), ids_LN[layer]
-            counts.add_direct(layer, rows, slots_LN[layer], self._sent[layer], placed)
-            if sample is not None:
-                sample.routed((owner.batch, owner.micro_batch), ids_N.reshape(rows, -1))
-            if not timeline.keeps:
-                continue
-            arrived_s = 1e-9 * int(self._clock[layer, -1])
-            for rank in np.flatnonzero(self._sent[layer]).tolist():
-                transfer = f"{self._topology.experts[rank]}>{endpoint.name}"
-                answered_s = 1e-9 * int(self._answered[layer, rank])
-                task = owner.batch, layer, owner.micro_batch, 0, int(self._sent[layer, rank])
-                timeline.add(TaskSpan(transfer, Stage.E2A, answered_s, arrived_s, *task))
+        if routed:
+            sent_LR, slots = self._sent[routed], self._topology.slots
+            counts.add_direct(routed, rows, slots_LN[routed], sent_LR, slots)
+        if sample is not None:
+            for layer in routed:
+                sample.routed((owner.batch, owner.micro_batch), ids_LN[layer].reshape(rows, -1))
+        if timeline.keeps:
+            self._add_transfers(routed, owner)
+
+    def _add_transfers(self, layers: Sequence[int], owner: CallOwner) -> None:
+        names = [f"{expert}>{self._parts.endpoint.name}" for expert in self._topology.experts]
+        arrived_s = (1e-9 * self._clock[:, -1]).tolist()
+        sent, answered_s = self._sent.tolist(), (1e-9 * self._answered).tolist()
+        for layer in layers:
+            for rank, rows in enumerate(sent[layer]):
+                if rows:
+                    times_s = answered_s[layer][rank], arrived_s[layer]
+                    task = owner.batch, layer, owner.micro_batch, 0, rows
+                    self._parts.timeline.add(TaskSpan(names[rank], Stage.E2A, *times_s, *task))
 
 
 def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ from actors.channels.endpoint import Endpoint
 from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from kernels.steps import Steps, add_tiled, row_tiles
-from planner.placement.slots import LayerSlots
+from planner.placement.slots import ExpertPlacement, LayerSlots
 
 Rows = tuple[NDArray[np.int64] | None, NDArray[np.int32]]  # rows_U and index_N
 
@@ -263,6 +263,9 @@ class _LayerPairs:
         self._pairs_S = np.zeros(placed.count, np.int64)
         self.pairs_of_ranks = [self._pairs_S[low:high] for low, high in placed.bounds]
 
+    def add(self, pairs_S: NDArray[np.int64]) -> None:
+        self._pairs_S += pairs_S
+
     def totals(self) -> NDArray[np.int64]:
         """Return the pairs of each expert so far, [E]."""
         pairs_E = self._before_E.copy()
@@ -297,16 +300,22 @@ class DispatchCounts:
 
     def add_direct(
         self,
-        layer: int,
+        layers: Sequence[int],
         tokens: int,
-        slots_N: NDArray[np.int64],
-        rows_R: NDArray[np.int64],
-        placed: LayerSlots,
+        slots_LN: NDArray[np.int64],
+        rows_LR: NDArray[np.int64],
+        slots: ExpertPlacement,
     ) -> None:
-        """Count a direct call of each rank: its rows, and the slots of all pairs."""
-        self.tokens += tokens
-        pairs_S = np.bincount(slots_N, minlength=placed.count)
-        self.add_totals(layer, rows_R, pairs_S, placed)
+        """Count the direct calls of some layers: rows of each rank, and the slots of all pairs."""
+        self.tokens += tokens * len(layers)
+        self.copies += int(rows_LR.sum())
+        L, S = len(layers), slots.layer(layers[0]).count
+        places_LN = slots_LN + S * np.arange(L)[:, None]
+        pairs_LS = np.bincount(places_LN.ravel(), minlength=L * S).reshape(L, S)
+        for layer, pairs_S in zip(layers, pairs_LS, strict=True):
+            self._pairs_of(layer, slots.layer(layer)).add(pairs_S)
+        for rank, (low, high) in enumerate(slots.layer(layers[0]).bounds):
+            self.pairs_R[rank] += int(pairs_LS[:, low:high].sum())
 
     def add_totals(
         self,

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from actors.channels import ipc, nccl
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from contracts.errors import TandemError
 from tests.support.channel_workload import PIPELINES, Workload, World, overlap
 from tests.support.cuda_model import ModelError, installed
@@ -163,14 +163,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first run")
 
 
-CASES = [
-    Case(
-        name="device_model",
-        title="GPU channels on a model of CUDA",
-        question="Bugs in the GPU channels that a model of CUDA finds, planted ones and others.",
-        measure=measure,
-        tables=tables,
-        add_options=add_options,
-        kind="simulated",
-    )
-]
+CASE = documented_case(
+    __doc__,
+    "GPU channels on a model of CUDA",
+    measure,
+    tables,
+    add_options,
+    kind="simulated",
+)

@@ -22,7 +22,7 @@ from actors.channels.endpoint import Endpoint
 from actors.gather.group_exchange import GroupCall
 from actors.planning.planner_inputs import layer_routing
 from benchmarks.cases.shared_load import Arrival, running
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.placement.traces import BUNDLED, rows_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedWorkers
@@ -226,13 +226,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=float, default=8.0, help="MiB/s of the limited link")
 
 
-CASES = [
-    Case(
-        "shared_batches",
-        "Batches computed together",
-        "What two prefill workers move and gain when they compute a batch together.",
-        measure,
-        tables,
-        add_options,
-    )
-]
+CASE = documented_case(__doc__, "Batches computed together", measure, tables, add_options)

@@ -139,13 +139,14 @@ class KvPool:
 
 
 class DecodeNeighbors(NamedTuple):
-    """The norms around a layer's attention, and fields of `attend_layer`: of router and MLP."""
+    """The norms around a layer's attention, and fields of `attend_layer` of router and MLP."""
 
     attention_norm_D: Tensor
     mlp_norm_D: Tensor
-    rounds_once: bool
+    norm_kind: int
     router: tuple[int, ...]
     mlp: int
+    sum_norm: int
 
     @property
     def top_k(self) -> int:
@@ -203,7 +204,7 @@ class CompiledDecode(abc.ABC):
             rows.table.ctypes.data, pools[0].data_ptr(), pools[-1].data_ptr(), x_TD.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), hidden_TD.dtype is torch.float32,
             bits_of(self._scale), 0, weighed_TD.data_ptr(),
-            metadata.query_factors(self._rope),
+            metadata.query_factors(self._rope), 0,
         )  # fmt: skip
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
@@ -228,17 +229,18 @@ class CompiledDecode(abc.ABC):
         sinks: int = 0,
         latent: int = 0,
         steps: tuple[int, int] = (0, 0),
+        output: tuple[int, int] = (0, 0),
     ) -> NDArray[np.int64]:
         """Return the fields of `attend_layer`.
 
         sizes: H, G, d, and size of a value. queries: q/k/v, bias, q/k norm. steps: kind of that,
-        bits of their limit.
+        bits of their limit. output: gate, and norm.
         """
         fields = (
-            o.kind, o.shape[0], *sizes[:3], bits_of(self._eps), neighbors.rounds_once,
+            o.kind, o.shape[0], *sizes[:3], bits_of(self._eps), neighbors.norm_kind,
             neighbors.attention_norm_D.data_ptr(), *queries, *o.addresses, sinks,
             neighbors.mlp_norm_D.data_ptr(), self._window or 0, *neighbors.router, latent,
-            neighbors.mlp, *steps, sizes[3],
+            neighbors.mlp, *steps, sizes[3], *output, neighbors.sum_norm,
         )  # fmt: skip
         return np.array(fields, np.int64)
 
@@ -306,7 +308,6 @@ class GroupedQueryAttention(CompiledDecode):
             self._qk_norm = ""
         if order is not None and self._qk_norm_Hd is not None:
             self._qk_norm_Hd = self._qk_norm_Hd[:, order].contiguous()
-        self._is_usual = not (self._gate or spec.family.layer_norm)
 
     def _load_norm(self, spec: ModelSpec, specs: WeightSpecs, loader: Loader) -> Tensor | None:
         """Return the weights of query heads, then KV heads, [H + G, d]; None: not normed."""
@@ -360,7 +361,7 @@ class GroupedQueryAttention(CompiledDecode):
     @property
     def decodes(self) -> bool:
         """True if `decode` can run batches for which `decodes_at_once`."""
-        return self._qkv.kind is not None and self._is_usual
+        return self._qkv.kind is not None
 
     def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
         qk_norm, sinks = (
@@ -370,7 +371,9 @@ class GroupedQueryAttention(CompiledDecode):
         sizes = self._H, self._G, self._d, self._v
         kinds = {"projection": PROJECTION_NORM, "turned_head": TURNED_NORM}
         steps = kinds.get(self._qk_norm, 0), 0 if self._clip is None else bits_of(self._clip)
-        return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps)
+        gate = 0 if self._gate is None else self._gate.addresses[0]
+        output = gate, 0 if self.out_norm is None else self.out_norm.data_ptr()
+        return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps, output=output)
 
     def _project(
         self, x_TD: Tensor, metadata: AttentionMetadata

@@ -19,11 +19,12 @@ from torch.nn import functional
 from contracts.errors import CheckpointError
 from kernels.attention import AttentionPlan, plan_attention, plan_on_device
 from kernels.experts import swiglu
-from kernels.fused_ops import rms_norm
+from kernels.fused_ops import layer_norm, rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.pages import Seen, split_keys
+from kernels.row_ops import LAYER_NORM
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
     CompiledDecode,
@@ -101,9 +102,10 @@ class _Layer:
         self.neighbors = DecodeNeighbors(
             self.attention_norm,
             self.mlp_norm,
-            spec.family.norm_rounds_once,
+            LAYER_NORM if spec.family.layer_norm else int(spec.family.norm_rounds_once),
             router or (0,) * 6,
             0 if mlp is None or mlp.decode_fields is None else mlp.decode_fields.ctypes.data,
+            0 if self.mlp_out_norm is None else self.mlp_out_norm.data_ptr(),
         )
 
     def decode_fields(self) -> NDArray[np.int64] | None:
@@ -301,6 +303,7 @@ class AttentionHalf:
         ):
             called = attention.decode(hidden_TD, batch, metadata, kv, weights.neighbors)
             x_TD, routed = called
+            hidden_TD = self.begin_sum(layer, hidden_TD, batch)
             if routed is not None:
                 return AttentionOutput(hidden_TD, routed)
             return (yield from self._feed_forward(weights, hidden_TD, x_TD))
@@ -347,10 +350,16 @@ class AttentionHalf:
         """Norm rows after attention, then route them or add the dense MLP."""
         weights = self._layers[layer]
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
-        if weights.mlp_out_norm is not None:
-            batch.unjoined = hidden_TD, weights.mlp_out_norm
-            hidden_TD = torch.zeros_like(hidden_TD)
+        hidden_TD = self.begin_sum(layer, hidden_TD, batch)
         return (yield from self._feed_forward(weights, hidden_TD, x_TD))
+
+    def begin_sum(self, layer: int, hidden_TD: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return what the layer's MLP or experts are added to: the residual, or zeros."""
+        norm_D = self._layers[layer].mlp_out_norm
+        if norm_D is None:
+            return hidden_TD
+        batch.unjoined = hidden_TD, norm_D
+        return torch.zeros_like(hidden_TD)
 
     def residual(self, hidden_TD: Tensor, batch: AttentionBatch) -> Steps[Tensor]:
         """Return the residual after a layer from the sum that `steps` and the experts made."""
@@ -429,8 +438,7 @@ class AttentionHalf:
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec
         if spec.family.layer_norm:
-            D, eps = spec.hidden_size, spec.rms_norm_eps
-            return functional.layer_norm(x, (D,), weight_D[:D], weight_D[D:], eps)
+            return layer_norm(x, weight_D, spec.rms_norm_eps)
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
 
 

@@ -69,6 +69,7 @@ class LayerDecoder(abc.ABC):
         table = half.decode_table()
         assert table is not None
         self._half, self._kv, self._layers = half, kv, table
+        self._stop = np.zeros(1, np.int64)
         self._most_rows = most_rows(spec)
         self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
         self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
@@ -82,6 +83,8 @@ class LayerDecoder(abc.ABC):
         self._batches[:, 11:13] = dtype is torch.float32, bits_of(spec.softmax_scale)
         self._weighed_TD = torch.empty_like(self._x_TD)
         self._batches[:, 13:15] = self._mlp_TD.data_ptr(), self._weighed_TD.data_ptr()
+        self._sum_TD = torch.empty_like(self._x_TD)
+        self._batches[:, 16] = self._sum_TD.data_ptr()
         self._experts_TD = self._weighed_TD if spec.family.weighs_input else self._x_TD
 
     def accepts(self, batch: AttentionBatch) -> bool:
@@ -100,8 +103,12 @@ class LayerDecoder(abc.ABC):
     ) -> DecodedLayers:
         """Run layers [first, last) of an accepted batch on hidden_TD in place.
 
-        is_alone: no other batch needs the loop.
+        is_alone: no other batch needs the loop. After `interrupt` it ends with a layer.
         """
+
+    def interrupt(self) -> None:
+        """End a call, or the next one, after a layer. Thread-safe."""
+        self._stop[0] = 1
 
     def end(self) -> None:  # noqa: B027 - most calls do not wait
         """End a call that is complete, or whose batch was dropped while it waited."""
@@ -168,8 +175,9 @@ class ResidentLayerDecoder(LayerDecoder):
         is_alone: bool,
     ) -> DecodedLayers:
         self._fill(hidden_TD, batch)
-        self._experts[:, 8], self._experts[:, 14] = len(hidden_TD), hidden_TD.data_ptr()
-        tables = self._layers, self._batches, self._experts, self._clock
-        table, batches, experts, clock = (each.ctypes.data for each in tables)
-        decode_layers(shared_pool(), table, batches, experts, clock, *layers)
-        return DecodedLayers(self._stage_ends(*layers))
+        self._experts[:, 8] = len(hidden_TD)
+        tables = self._layers, self._batches, self._experts, self._clock, self._stop
+        table, batches, experts, clock, stop = (each.ctypes.data for each in tables)
+        reached = decode_layers(shared_pool(), table, batches, experts, clock, stop, *layers)
+        self._stop[0] = 0
+        return DecodedLayers(self._stage_ends(layers[0], reached))

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import PackedLinear
-from kernels.routing import (
-    GroupLimit,
-    RoutingRule,
-    sparsemixer,
-    sparsemixer_weights,
-)
+from kernels.routing import GroupLimit, RoutingRule
 from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -54,7 +49,7 @@ class ExpertRouter:
         correction = weight_specs.get("correction")
         self.experts = spec.num_experts
         self.top_k = spec.top_k
-        self._routing = routing = spec.routing
+        routing = spec.routing
         self.weighs_input = spec.family.weighs_input
         self._rule = RoutingRule(
             spec.num_experts,
@@ -65,6 +60,7 @@ class ExpertRouter:
             limit=GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group),
             bias_E=None if correction is None else loader.load(correction).flatten(),
             scale=routing.scale,
+            jitter=routing.jitter if routing.score == "sparsemixer" else None,
         )
 
     def __call__(self, x_TD: Tensor) -> RoutedTokens:
@@ -95,7 +91,7 @@ class ExpertRouter:
     @property
     def decode_fields(self) -> tuple[int, ...] | None:
         """The router's fields of `attend_layer`, or None."""
-        if self._routing.score == "sparsemixer" or self._scores.kind is None:
+        if self._scores.kind is None:
             return None
         rule = self._rule.fields.ctypes.data, self.top_k, self.weighs_input
         return self._scores.kind, *self._scores.addresses, *rule
@@ -106,14 +102,9 @@ class ExpertRouter:
 
     def choose(self, x_TD: Tensor, logits_TE: Tensor) -> RoutedTokens:
         """Return the experts of x_TD and their weights by the family's rule."""
-        if self._routing.score == "sparsemixer":
-            return RoutedTokens(x_TD, *sparsemixer(logits_TE, self._routing.jitter, self.top_k))
         return RoutedTokens(x_TD, *self._rule.choose(logits_TE))
 
     def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> RoutedTokens:
         """Return given experts with their router weights for x_TD."""
-        logits_TE, routing = self.logits(x_TD), self._routing
-        if routing.score == "sparsemixer":
-            weights_TK = sparsemixer_weights(logits_TE, ids_TK, routing.jitter)
-            return RoutedTokens(x_TD, ids_TK, weights_TK)
-        return self._applied(RoutedTokens(x_TD, ids_TK, self._rule.weigh(logits_TE, ids_TK)))
+        weights_TK = self._rule.weigh(self.logits(x_TD), ids_TK)
+        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK))

@@ -27,7 +27,7 @@ from kernels.direct_calls import (
 )
 from kernels.experts import RUN_PAIRS
 from kernels.thread_pool import shared_pool
-from models.decoder.layer_decoder import most_rows
+from models.decoder.layer_decoder import DecodedLayers, most_rows
 from models.experts.expert_half import ExpertHalf
 from models.spec.model import read_spec
 from models.weights.checkpoint import Checkpoint
@@ -41,6 +41,7 @@ from tests.support.group_harness import (
 )
 from tests.support.placements import replicated
 from tests.support.tiny_models import Checkpoints, prompts
+from tests.support.waiting import wait_until
 
 
 def decoder_of(worker: Rank) -> RemoteLayerDecoder:
@@ -76,6 +77,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {  # expert ranks, overrides
     "ernie4_5_moe": (3, {}),
     "hunyuan_v1_moe": (1, {}),
     "llama4_text": (2, {}),
+    "phimoe": (2, {}),
+    "afmoe": (1, {}),
 }
 
 
@@ -143,7 +146,25 @@ def test_replicas_are_those_that_packets_choose(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])
+def test_a_call_that_is_interrupted_ends_with_a_layer(tiny_checkpoint: Checkpoints) -> None:
+    layers, run = [], RemoteLayerDecoder.run
+
+    def interrupted(decoder: RemoteLayerDecoder, *given: Any, **options: Any) -> DecodedLayers:
+        decoder.interrupt()
+        done = run(decoder, *given, **options)
+        layers.append(len(done.ends))
+        return done
+
+    config = group_config(1, 2, kv={"prefix_cache": False})
+    with ThreadGroup(tiny_checkpoint("afmoe"), config) as group, group.client() as client:
+        expected = streams(client)
+        with patch.object(RemoteLayerDecoder, "run", interrupted):
+            assert streams(client) == expected
+    assert len(layers) > 50
+    assert max(layers) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text", "afmoe"])
 def test_a_late_or_declined_call_is_replaced_by_packets(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
@@ -162,7 +183,12 @@ def test_a_late_or_declined_call_is_replaced_by_packets(
         assert streams(client) == expected
         assert sum(calls_of(worker)) > sum(before) + 50
         decoder = decoder_of(worker)
-        changed = threading.Timer(0.1, lambda: decoder.use(decoder._topology._replace(missing=())))
+
+        def change_ranks() -> None:
+            wait_until(lambda: decoder.waits, "no call waits", 60.0)
+            decoder.use(decoder._topology._replace(missing=()))
+
+        changed = threading.Thread(target=change_ranks)
         with (
             patch.object(CallServer, "has_callers", False),
             patch.object(direct_calls, "GIVE_UP_S", 1e9),

@@ -91,7 +91,8 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text"]
+    "family",
+    ["qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "phimoe", "afmoe"],
 )
 def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str

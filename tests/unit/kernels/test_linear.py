@@ -294,6 +294,37 @@ def test_group_limited_routing_equals_reference(
         assert found == pytest.approx(expected, abs=1e-6)
 
 
+@DTYPES
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(2, 12), st.sampled_from([0.01, 0.1, 0.5]))
+def test_sparsemixer_in_compiled_code_equals_that_of_torch(
+    dtype: torch.dtype, T: int, E: int, jitter: float
+) -> None:
+    logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(T + 10 * E)).to(dtype)
+    rule = RoutingRule(E, 2, normalize=False, jitter=jitter)
+    ids_TK, weights_TK = rule.choose(logits_TE)
+    assert torch.equal(rule.weigh(logits_TE, ids_TK), weights_TK)
+    with mock.patch.object(row_ops, "is_compiled", return_value=False):
+        torch.testing.assert_close(rule.weigh(logits_TE, ids_TK), weights_TK)
+        by_torch = rule.choose(logits_TE)
+    chosen_TK = logits_TE.gather(1, ids_TK)
+    assert torch.equal(logits_TE.gather(1, by_torch[0]), chosen_TK), "equal logits in any order"
+
+
+@DTYPES
+@pytest.mark.parametrize("D", [5, 64, 100])
+def test_layer_norm_equals_that_of_torch(dtype: torch.dtype, D: int) -> None:
+    generator = torch.Generator().manual_seed(D)
+    x_TD = (3 + torch.randn(7, D, generator=generator)).to(dtype)
+    weight, bias = (torch.randn(D, generator=generator).to(dtype) for _ in range(2))
+    found_TD = fused_ops.layer_norm(x_TD, torch.cat((weight, bias)), 1e-5)
+    expected_TD = torch.nn.functional.layer_norm(x_TD, (D,), weight, bias, 1e-5)
+    torch.testing.assert_close(found_TD, expected_TD)
+    assert torch.equal(
+        fused_ops.layer_norm(x_TD[3:], torch.cat((weight, bias)), 1e-5), found_TD[3:]
+    )
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 9),
