@@ -35,7 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -220,9 +220,12 @@ class Lanes:
             lane.abort()
 
 
-def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes:
+_Opened = TypeVar("_Opened")
+
+
+def open_lanes(make: Callable[[], _Opened], peer: str, deadline_s: float) -> _Opened:
     """Return what `make` returns, from a daemon thread. Raises PeerHungError after deadline_s."""
-    results: list[Lanes | RuntimeError] = []
+    results: list[_Opened | RuntimeError] = []
 
     def run() -> None:
         try:

@@ -21,8 +21,10 @@ peer: the server keeps the last connection of a name, which must be the one kept
 
 import logging
 import select
+import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,8 @@ import torch
 from actors.channels.cuda import COPY_POLL_S, wait_for_stream
 from actors.channels.handshake import Identity
 from actors.channels.local_process import is_hung
-from actors.gather.weight_link import Terms, WeightLink, digest, join
+from actors.gather.nccl_exchange import NcclExchange
+from actors.gather.weight_link import Segment, Terms, WeightLink, digest, join
 from actors.gather.weight_server import WeightServer
 from actors.gather.weight_shard import ExpertRange, PartSource, Shard
 from contracts.clock import monotonic_s
@@ -61,8 +64,15 @@ class _Attempt(NamedTuple):
 class PeerDialer:
     """Dials peers. Thread-safe. Call `close` before closing the links that `take` returned."""
 
-    def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
-        self._me, self._terms, self._config = me, terms, config
+    def __init__(
+        self,
+        me: Identity,
+        terms: Terms,
+        config: ChannelConfig,
+        connect: Callable[[socket.socket, str], Segment] | None = None,
+    ) -> None:
+        """connect: as of `join`."""
+        self._me, self._terms, self._config, self._connect = me, terms, config, connect
         self._changed = threading.Condition()  # guards all below
         self._addresses: dict[str, str] = {}
         self._epochs: dict[str, int] = {}  # the newest seen of each name
@@ -168,7 +178,8 @@ class PeerDialer:
         link: WeightLink | None = None
         failed: ChannelError | None = None
         try:
-            link = join(peer, address, self._me, self._terms, newest, deadline_s)
+            terms = self._terms
+            link = join(peer, address, self._me, terms, newest, deadline_s, self._connect)
         except ChannelError as error:
             failed = type(error)(f"cannot join {peer}: {error.message}", *error.args[1:])
         with self._changed:
@@ -232,8 +243,12 @@ class PeerSource:
             shard.slots.payload_bytes,
             b"" if shard.slots.segment is None else shard.slots.segment.handle,
         )
-        self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
-        self._dialer = PeerDialer(self._me, self._terms, self._config)
+        exchange = self._exchange = self._nccl_exchange()
+        connect = None if exchange is None else partial(exchange.connect, serves=False)
+        self._server = WeightServer(
+            self._me, self._terms, shard, part.num_bytes, self._config, exchange
+        )
+        self._dialer = PeerDialer(self._me, self._terms, self._config, connect)
         self._links: dict[str, WeightLink] = {}
         self._lost: dict[str, str] = {}  # peer -> reason
         self._copying = threading.Lock()
@@ -247,9 +262,16 @@ class PeerSource:
         """Start serving the peers. Returns the address for their `connect`."""
         on_gpu = self.shard.slots.segment is not None
         shared = self._spec.backend == "shm" or on_gpu
-        tcp = not shared or (_is_far(host) and not on_gpu)
+        tcp = not shared or (_is_far(host) and not on_gpu) or self._exchange is not None
         self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
         return self.address
+
+    def _nccl_exchange(self) -> NcclExchange | None:
+        """Return what moves parts between GPUs of several nodes, if the channel does."""
+        slots, timeout_s = self.shard.slots, self._config.connect_timeout_s
+        if slots.segment is None or self._spec.backend != "nccl":
+            return None
+        return NcclExchange(self.name, self._part.layout.device, slots.payload_bytes, timeout_s)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Join the named peers, again where an address is new.
@@ -290,14 +312,16 @@ class PeerSource:
     def _copy(self, layer: int, into: ExpertBuffer) -> None:
         self._adopt()
         self._wait_for_device(layer)  # for the compute that reads the buffer: slots are lent late
+        links = sorted(self._links.values(), key=lambda link: (link.peer <= self.name, link.peer))
         requested = [
-            link for link in list(self._links.values()) if self._request(link, layer, into)
+            link for link in links if not link.in_turn and self._request(link, layer, into)
         ]
+        turns = (link for link in links if link.in_turn and self._request(link, layer, into))
         # Wait for our own part last, so that we do not hold the others' slots meanwhile.
         slot = self.shard.take(layer)
         if slot is not None:
             self._copy_own(layer, slot, into)
-        self._gather({link.fileno(): link for link in requested})
+        self._gather({link.fileno(): link for link in requested}, turns)
         if slot is None:
             slot = self.shard.wait(layer, self._config.connect_timeout_s)
             self._copy_own(layer, slot, into)
@@ -360,13 +384,21 @@ class PeerSource:
             what = f"copy of the experts of layer {layer}"
             wait_for_stream(stream, self._config.connect_timeout_s, what)
 
-    def _gather(self, under_way: dict[int, WeightLink]) -> None:
-        """Receive from the links until each is done or lost."""
+    def _gather(self, under_way: dict[int, WeightLink], turns: Iterator[WeightLink]) -> None:
+        """Receive from the links until each is done or lost. turns: those that go one by one."""
         poll = select.poll()
         for fd in under_way:
             poll.register(fd, select.POLLIN)
         copying: list[WeightLink] = []
-        while under_way or copying:
+        turn: WeightLink | None = None
+        while True:
+            if turn not in (*under_way.values(), *copying):
+                turn = next(turns, None)
+                if turn is not None:
+                    under_way[turn.fileno()] = turn
+                    poll.register(turn.fileno(), select.POLLIN)
+            if not under_way and not copying:
+                return
             wait_s = COPY_POLL_S if copying else self._silence_left_s(under_way.values())
             ready = {fd for fd, _ in poll.poll(1e3 * wait_s)}
             copying = [link for link in copying if not self._advance_copy(link)]

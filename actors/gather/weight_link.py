@@ -3,11 +3,12 @@
 After the handshake (purpose "weights", `Terms` on both sides; over shared memory the server's first
 byte carries the segment's descriptor), on one connection per direction:
 
-    peer    FETCH layer                                  DONE layer
+    peer    FETCH layer                       (POSTED)   DONE layer
     server              (KEEPALIVE ...)  DATA layer | bytes
                                                           over shared memory, and in memory
                                                           of a GPU: an offset, no bytes
 
+POSTED: between GPUs of two nodes, the peer has launched its half (actors/gather/nccl_exchange.py).
 One layer at a time. KEEPALIVE is a sign of life while a layer comes from the host store. The slot
 may be overwritten after DONE, or once the connection is closed.
 
@@ -23,7 +24,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,7 +45,7 @@ from contracts.placement import placement_mismatch
 from models.spec.model import ModelSpec
 
 PURPOSE = "weights"
-FETCH, DONE = 1, 2
+FETCH, DONE, POSTED = 1, 2, 3
 KEEPALIVE, DATA, FAILED = 1, 2, 3
 REQUEST = struct.Struct("<BI")  # kind, layer
 REPLY = struct.Struct("<BIQ")  # kind, layer; bytes that follow, or the offset in the segment
@@ -113,9 +114,18 @@ _MOST_PIECES = 512  # received at once; the kernel takes 1024
 
 
 def join(
-    peer: str, address: str, me: Identity, local: Terms, newest_epoch: int, deadline_s: float
+    peer: str,
+    address: str,
+    me: Identity,
+    local: Terms,
+    newest_epoch: int,
+    deadline_s: float,
+    connect: Callable[[socket.socket, str], Segment] | None = None,
 ) -> WeightLink:
-    """Connect to a server. Raises HandshakeError if it refuses or mismatches, or ChannelError."""
+    """Connect to a server. Raises HandshakeError if it refuses or mismatches, or ChannelError.
+
+    connect: returns how parts come from the GPU of another node.
+    """
     end_s = monotonic_s() + deadline_s
     sock = dial(address, deadline_s)
     try:
@@ -127,7 +137,9 @@ def join(
         terms = read_terms(remote.extra, peer)
         check_terms(terms, local, peer, newest_epoch)
         memory: Segment | None = None
-        if terms.handle:
+        if terms.handle and connect is not None and sock.family != socket.AF_UNIX:
+            memory = connect(sock, peer)
+        elif terms.handle:
             memory = PeerGpuSegment(peer, terms)
         elif sock.family == socket.AF_UNIX:
             sock.settimeout(max(end_s - monotonic_s(), 1e-3))
@@ -179,10 +191,19 @@ def receive_into(sock: socket.socket, into: memoryview, peer: str) -> None:
 
 
 class Segment(Protocol):
-    """A peer's segment. first_bytes, end_bytes: of its payload."""
+    """A peer's segment. first_bytes, end_bytes: of its payload.
 
-    first_bytes: int
-    end_bytes: int
+    in_turn: parts come from one peer at a time. posts: a started copy is reported to the peer.
+    """
+
+    @property
+    def first_bytes(self) -> int: ...
+    @property
+    def end_bytes(self) -> int: ...
+    @property
+    def in_turn(self) -> bool: ...
+    @property
+    def posts(self) -> bool: ...
 
     @property
     def is_copied(self) -> bool: ...
@@ -193,11 +214,13 @@ class Segment(Protocol):
     def may_be_freed(self, process: LocalProcess | None) -> bool:
         """Return whether the peer's end may free the memory."""
 
+    def close(self) -> None: ...
+
 
 class HostSegment:
     """Pages of the host, which stay as long as they are mapped."""
 
-    is_copied = True
+    is_copied, in_turn, posts = True, False, False
 
     def __init__(self, memory: memoryview) -> None:
         self.first_bytes, self.end_bytes, self._memory = FLAG_BYTES, len(memory), memory
@@ -212,11 +235,14 @@ class HostSegment:
     def may_be_freed(self, process: LocalProcess | None) -> bool:
         return False
 
+    def close(self) -> None:
+        """Do nothing: the last view unmaps it."""
+
 
 class PeerGpuSegment:
     """Memory of another worker's GPU, opened at the first copy."""
 
-    first_bytes = 0
+    first_bytes, in_turn, posts = 0, False, False
 
     def __init__(self, peer: str, terms: Terms) -> None:
         self.end_bytes, self._peer, self._handle = terms.segment_bytes, peer, terms.handle
@@ -236,6 +262,9 @@ class PeerGpuSegment:
 
     def may_be_freed(self, process: LocalProcess | None) -> bool:
         return process is not None and process.is_ending
+
+    def close(self) -> None:
+        """Do nothing: a copy may be under way."""
 
 
 class WeightLink:
@@ -263,6 +292,10 @@ class WeightLink:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    @property
+    def in_turn(self) -> bool:
+        return self._segment is not None and self._segment.in_turn
+
     def request(self, layer: int, into: Sequence[torch.Tensor]) -> None:
         """Start filling `into`. Raises PeerError."""
         self._layer, self._pieces = layer, [piece for piece in into if piece.numel()]
@@ -289,6 +322,8 @@ class WeightLink:
 
     def close(self) -> None:
         self._sock.close()
+        if self._segment is not None:
+            self._segment.close()
         if self.local_process is not None:
             self.local_process.close()
         self._into = []
@@ -344,9 +379,14 @@ class WeightLink:
             raise PeerError(f"{self.peer} sent an offset outside its segment", self.peer)
         segment.copy(offset, self._pieces)
         self.is_copying = True
+        if segment.posts:
+            self._send(POSTED)
 
     def _end_copy(self) -> bool:
-        if self._segment is not None and not self._segment.is_copied:
+        segment = self._segment
+        if segment is not None and not segment.is_copied:
+            if segment.in_turn and self._is_closed():  # the other half will not come
+                raise connection_closed(self.peer)
             return False
         self.is_copying = False
         return self._done()

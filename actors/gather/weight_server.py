@@ -2,7 +2,8 @@
 
 Each peer has a connection and a thread that mostly waits in the kernel. Nothing is copied: over TCP
 the kernel sends from the segment's pages (sendfile), over shared memory the peer reads them, and
-between GPUs copies them (actors/gather/device_segment.py). Where
+between GPUs of a node copies them (actors/gather/device_segment.py); to GPUs of other nodes NCCL
+sends them (actors/gather/nccl_exchange.py). Where
 peers may be on other nodes it serves both ways, because a replaced worker may no longer share
 memory.
 """
@@ -23,12 +24,14 @@ from actors.channels.listener import (
     shut_down,
 )
 from actors.channels.local_process import LocalProcess, is_hung, peer_process
+from actors.gather.nccl_exchange import NcclExchange, NcclPart
 from actors.gather.weight_link import (
     DATA,
     DONE,
     FAILED,
     FETCH,
     KEEPALIVE,
+    POSTED,
     PURPOSE,
     REPLY,
     REQUEST,
@@ -56,10 +59,17 @@ class WeightServer:
     """
 
     def __init__(
-        self, me: Identity, terms: Terms, shard: Shard, part_bytes: int, config: ChannelConfig
+        self,
+        me: Identity,
+        terms: Terms,
+        shard: Shard,
+        part_bytes: int,
+        config: ChannelConfig,
+        exchange: NcclExchange | None = None,
     ) -> None:
+        """exchange: for peers on other nodes, if the shard is in the memory of a GPU."""
         self._me, self._terms, self._config = me, terms, config
-        self._shard, self._part_bytes = shard, part_bytes
+        self._shard, self._part_bytes, self._exchange = shard, part_bytes, exchange
         self._lock = threading.Lock()  # guards all below
         self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
         self._epochs: dict[str, int] = {}  # the newest of each name
@@ -127,11 +137,16 @@ class WeightServer:
         """Answer requests until the connection ends. Raises OSError, PeerError."""
         if sock.family == socket.AF_UNIX and self._shard.slots.segment is None:
             socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
-        process = peer_process(sock)
+        process, part = peer_process(sock), None
+        if sock.family != socket.AF_UNIX and self._exchange is not None:
+            part = self._exchange.connect(sock, peer, serves=True)
+            set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)
         try:
             while True:
-                self._serve_layer(sock, peer, self._receive(sock, peer, FETCH), process)
+                self._serve_layer(sock, peer, self._receive(sock, peer, FETCH), process, part)
         finally:
+            if part is not None:
+                part.close()
             if process is not None:
                 process.close()
 
@@ -145,18 +160,56 @@ class WeightServer:
         return int(layer)
 
     def _serve_layer(
-        self, sock: socket.socket, peer: str, layer: int, process: LocalProcess | None
+        self,
+        sock: socket.socket,
+        peer: str,
+        layer: int,
+        process: LocalProcess | None,
+        part: NcclPart | None,
     ) -> None:
         slot = self._wait_for(sock, peer, layer)
         try:
-            self._send(sock, peer, layer, slot, process)
-            if self._receive(sock, peer, DONE) != layer:
-                raise PeerError(f"{peer} sent a request out of turn", peer)
+            if part is None:
+                self._send(sock, peer, layer, slot, process)
+                self._expect(sock, peer, DONE, layer)
+            else:
+                self._send_by_nccl(sock, peer, layer, slot, part)
         except BaseException:
             shut_down(sock)  # the peer must see the end before its slot is used again
             raise
         finally:
             self._shard.release(layer)
+
+    def _expect(self, sock: socket.socket, peer: str, kind: int, layer: int) -> None:
+        if self._receive(sock, peer, kind) != layer:
+            raise PeerError(f"{peer} sent a request out of turn", peer)
+
+    def _send_by_nccl(
+        self, sock: socket.socket, peer: str, layer: int, slot: int, part: NcclPart
+    ) -> None:
+        """Send a part to another node, once a stream is free, and wait for its end."""
+        exchange, pieces = self._exchange, self._shard.slots.pieces[slot]
+        assert exchange is not None
+        while (stream := exchange.take_stream(self._config.heartbeat_interval_s)) is None:
+            sock.sendall(REPLY.pack(KEEPALIVE, layer, 0))
+        try:
+            set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_RCVTIMEO)
+            if part.leads:
+                part.transfer(pieces, stream)
+            sock.sendall(REPLY.pack(DATA, layer, 0))
+            if not part.leads:
+                self._expect(sock, peer, POSTED, layer)
+                part.transfer(pieces, stream)
+            self._expect(sock, peer, DONE, layer)
+            set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)
+        except BaseException:
+            shut_down(sock)
+            part.close()  # what is under way ends, and the stream is free
+            raise
+        finally:
+            exchange.return_stream(stream)
+        with self._lock:
+            self.sent_bytes += self._part_bytes
 
     def _wait_for(self, sock: socket.socket, peer: str, layer: int) -> int:
         """Return the layer's slot once it is loaded; send keepalives meanwhile."""

@@ -15,7 +15,7 @@ from actors.ranks.remote import NAMESPACE, OrphanGuardShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
 from actors.ranks.shell import LoggedShell
 from contracts.config import GroupsConfig, TandemConfig
-from contracts.config.devices import check_device, check_gathers
+from contracts.config.devices import check_device
 from contracts.errors import ResourceError
 from contracts.ranks import Group, rank_name
 
@@ -54,13 +54,7 @@ class ChannelChoice(NamedTuple):
 
 
 def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> ChannelChoice:
-    """Return the channel backend for the nodes of the ranks. Raises ConfigError."""
-    choice = _backend_for(config, device, hosts)
-    check_gathers(config, device, choice.backend)
-    return choice
-
-
-def _backend_for(config: TandemConfig, device: str, hosts: Sequence[str]) -> ChannelChoice:
+    """Return the channel backend for the nodes of the ranks."""
     if config.channel.backend != "auto":
         return ChannelChoice(config.channel.backend, "channel.backend names it")
     nodes = len(set(hosts))

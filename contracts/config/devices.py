@@ -95,16 +95,6 @@ def refusal(config: TandemConfig, device: str) -> str:
     return ""
 
 
-def check_gathers(config: TandemConfig, device: str, backend: str) -> None:
-    """Raise ConfigError if prefill workers on GPUs cannot open each other's memory."""
-    kind, workers = config.prefill.experts, config.groups.prefill_ranks
-    if device == "cuda" and backend != "ipc" and workers > 1 and kind in ("gathered", "hybrid"):
-        raise ConfigError(
-            f"prefill.experts={kind}: on GPUs only within a node, with channel.backend=ipc, not "
-            f"{backend}: use resident, streamed, cached or all_to_all"
-        )
-
-
 def check_device(config: TandemConfig, device: str) -> None:
     """Raise ConfigError if a configuration does not run on a device such as "cuda:0"."""
     reason = refusal(config, device.partition(":")[0])

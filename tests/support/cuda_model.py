@@ -42,6 +42,7 @@ from tests.support.waiting import wait_until
 
 Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
 Range = tuple[int, int]  # address and bytes
+Group = dict[Any, list[tuple[str, Range]]]
 
 
 MOST_QUERIES = 1000  # of events by hosts, at one time
@@ -289,7 +290,7 @@ class Communicator:
     def _add(self, direction: str, place: Range, rank: int, stream: int) -> None:
         if rank == self.rank:
             raise ModelError("mismatch", "a transfer to its own rank")
-        group = self.host.group
+        group = model().host.groups.get(threading.get_ident())
         key = (self, stream)
         calls = group.setdefault(key, []) if group is not None else []
         calls.append((direction, place))
@@ -375,12 +376,12 @@ class Nccl:
         return self.ids[-1]
 
     def groupStart(self) -> None:
-        if model().host.group is not None:
+        if threading.get_ident() in model().host.groups:
             raise ModelError("mismatch", "a group within a group")
-        model().host.group = {}
+        model().host.groups[threading.get_ident()] = {}
 
     def groupEnd(self) -> None:
-        group, model().host.group = model().host.group, None
+        group = model().host.groups.pop(threading.get_ident(), None)
         if group is None:
             raise ModelError("mismatch", "the end of a group that never began")
         for (communicator, stream), calls in group.items():
@@ -513,7 +514,7 @@ class Host:
         first = next(iter(owner.hosts.values()), None)
         self.device: Device = first.device if first and owner.one_gpu else Device(owner)
         self.order: Order = {}
-        self.group: dict[Any, list[tuple[str, Range]]] | None = None
+        self.groups: dict[int, Group] = {}  # open ones, by thread
         self.done = False
         self.waits: Callable[[], bool] | None = None
         self.blocked_by = ""
@@ -682,7 +683,7 @@ class CudaModel:
         if self.failure is not None:
             raise self.failure
         for host in self.hosts.values():
-            if host.group is not None:
+            if host.groups:
                 raise ModelError("mismatch", f"{host.name} left a group open")
             if not host.device.idle:
                 raise ModelError("deadlock", f"the device of {host.name} does not end")

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from actors.channels import cuda
-from actors.gather import device_segment, peer_source, weight_link, weight_server, weight_shard
+from actors.gather import (
+    device_segment,
+    nccl_exchange,
+    peer_source,
+    weight_link,
+    weight_server,
+    weight_shard,
+)
 from contracts.config import TandemConfig
 from contracts.ranks import Group
 from contracts.traces import length, union
@@ -35,6 +42,7 @@ from tests.support.cuda_model import (
     CudaModel,
     Host,
     ModelError,
+    Nccl,
     Order,
     Runtime,
     Socket,
@@ -46,15 +54,16 @@ from tests.support.cuda_model import (
 from tests.support.rank_specs import rank_spec
 
 CHAIN = (
-    cuda, device_segment, weight_link, weight_shard, weight_server, peer_source, device_lanes,
-    copying_store,
+    cuda, device_segment, weight_link, nccl_exchange, weight_shard, weight_server, peer_source,
+    device_lanes, copying_store,
 )  # fmt: skip
 GARBAGE = 255
 
 
 class GatherWork(NamedTuple):
     """window: layers of a shard that a host store fills. sync: chance to wait for the device.
-    dies: the last worker only serves, and its process ends at a random time."""
+    dies: the last worker only serves, and its process ends at a random time. nodes: of the workers
+    in turn; spin_limit_us: of a transfer between them."""
 
     workers: int = 2
     layers: int = 3
@@ -64,6 +73,8 @@ class GatherWork(NamedTuple):
     width: int = 32
     sync: float = 0.0
     dies: bool = False
+    nodes: int = 1
+    spin_limit_us: float = float("inf")
 
 
 class SmallSpec(msgspec.Struct, frozen=True):
@@ -108,8 +119,10 @@ class _Lock:
         self._order: Order = {}
 
     def acquire(self, timeout: float | None = None) -> bool:
-        if not _block(lambda: self._owner is None, "a lock", timeout):
-            return False
+        end_s = float("inf") if timeout is None else _now_s() + timeout
+        while not _block(lambda: self._owner is None, "a lock", timeout):
+            if _now_s() >= end_s:
+                return False  # else another thread was faster
         self._owner = model().host
         merge(model().host.order, self._order)
         return True
@@ -276,15 +289,19 @@ class _Process:
     def close(self) -> None: ...
 
 
+_NCCL = Nccl()
 THREADS = SimpleNamespace(Thread=_Thread, Lock=_Lock, Condition=_Condition, Event=_Event)
 _NAMES = {
     "threading": THREADS,
     "monotonic_s": _now_s,
-    "time": SimpleNamespace(sleep=lambda seconds: model().host.pause(1e6 * seconds)),
+    "time": SimpleNamespace(sleep=lambda seconds: _block(lambda: False, "a time", seconds)),
     "select": SimpleNamespace(
         poll=_Poll, POLLIN=select.POLLIN, POLLRDHUP=select.POLLRDHUP
     ),
     "require_cupy": lambda backend: CUPY,
+    "require_nccl": lambda: _NCCL,
+    "open_lanes": lambda make, peer, deadline_s: make(),
+    "empty_bytes": lambda size, device: model().memory.block(size, model().host.current),
     "peer_process": lambda sock: None,
     "local_process": SimpleNamespace(peer_process=lambda sock: None),
 }  # fmt: skip
@@ -347,6 +364,7 @@ class GatherWorld:
         self.ending: set[str] = set()
         self._stores: list[Any] = []
         self._sources: dict[str, Any] = {}
+        self._parts: dict[str, list[Any]] = {name: [] for name in self.names}  # of NCCL
         self._ready: Order = {}  # the addresses' exchange orders what follows after the shards
 
     @staticmethod
@@ -355,8 +373,9 @@ class GatherWorld:
 
     def run(self, seed: int, **machine: Any) -> CudaModel:
         """Raises ModelError, and what the code raises."""
-        run = CudaModel(seed, **machine)
+        run = CudaModel(seed, **{"spin_limit_us": self.work.spin_limit_us, **machine})
         _Pipe.by_number.clear()
+        _NCCL.ids.clear()
         run.run({name: partial(self._worker, rank) for rank, name in enumerate(self.names)})
         return run
 
@@ -382,7 +401,7 @@ class GatherWorld:
         layout, host = GpuLayout(self.spec), _HostStore(self)
         spec = rank_spec(
             Group.PREFILL, rank=rank, prefill_ranks=work.workers, placement=self.placement,
-            backend="ipc", config=TandemConfig(), token=b"t" * 32,
+            backend="nccl" if work.nodes > 1 else "ipc", config=TandemConfig(), token=b"t" * 32,
         )  # fmt: skip
         gathers = self.code["peer_source"]
         part = gathers.own_part(spec, layout)
@@ -393,6 +412,8 @@ class GatherWorld:
             shard = shards.ResidentShard(layers, part, host)
         source = self._sources[self.names[rank]] = gathers.PeerSource(spec, part, shard, host)
         source.part_layout = layout
+        if source._exchange is not None:
+            self._record_parts(source)
         merge(self._ready, model().host.tick())
         return source
 
@@ -400,17 +421,40 @@ class GatherWorld:
         """Serve the others, and link to them."""
         host.block(lambda: len(self._sources) == len(self.names), "the others' shards")
         merge(host.order, self._ready)
-        links, own = self.code["weight_link"], self._sources[self.names[rank]]
-        for peer in self.names:
-            if peer == host.name:
-                continue
-            here, there = _Pipe.pair(socket.AF_UNIX)
-            other = self._sources[peer]
-            other._server._accept(there, SimpleNamespace(name=host.name))
-            link = links.WeightLink(peer, here, 1, links.PeerGpuSegment(peer, other._terms))
-            link.local_process = _Process(self, peer)
-            own._links[peer] = link
+        own = self._sources[self.names[rank]]
+        peers = [(number, peer) for number, peer in enumerate(self.names) if peer != host.name]
+        dials = [THREADS.Thread(self._dial, (own, rank, *peer)) for peer in peers]
+        for dial in dials:
+            dial.start()
+        for dial in dials:
+            dial.join()
         own._introduced.set()
+
+    def _dial(self, own: Any, rank: int, number: int, peer: str) -> None:
+        is_far = (rank - number) % self.work.nodes != 0
+        here, there = _Pipe.pair(socket.AF_INET if is_far else socket.AF_UNIX)
+        links, other, run = self.code["weight_link"], self._sources[peer], model()
+        dialing, run.host = run.host, run.hosts[peer]  # whose thread serves
+        other._server._accept(there, SimpleNamespace(name=own.name))
+        run.host = dialing
+        if is_far:
+            segment = own._exchange.connect(here, peer, serves=False)
+        else:
+            segment = links.PeerGpuSegment(peer, other._terms)
+        link = own._links[peer] = links.WeightLink(peer, here, 1, segment)
+        link.local_process = None if is_far else _Process(self, peer)
+
+    def _record_parts(self, source: Any) -> None:
+        connect = source._exchange.connect
+
+        def recorded(*given: Any, **more: Any) -> Any:
+            part = connect(*given, **more)
+            self._parts[source.name].append(part)
+            if source.name in self.ending:
+                part._communicator.abort()
+            return part
+
+        source._exchange.connect = recorded
 
     def _is_idle(self) -> bool:
         """Return whether all workers have ended and copied ahead what they can."""
@@ -448,6 +492,8 @@ class GatherWorld:
             copy_part=lambda *_: None
         )  # it fills no slot any more
         self.ending.add(host.name)
+        for part in self._parts[host.name]:
+            part._communicator.abort()  # a transfer of freed memory does not end
         for slot in source.shard.slots.pieces:
             for piece in slot:
                 ctypes.memset(piece.data_ptr(), GARBAGE, piece.nbytes)
@@ -480,6 +526,7 @@ def hidden_share(code: dict[str, ModuleType], work: GatherWork, seed: int = 0) -
 HIDDEN = {
     "gathered": GatherWork(workers=2, layers=4, passes=3, compute_us=8000.0),
     "hybrid": GatherWork(workers=2, layers=6, passes=2, window=3, compute_us=8000.0),
+    "between nodes": GatherWork(workers=4, nodes=2, layers=4, passes=3, compute_us=8000.0),
 }
 REQUIRED_HIDDEN = 0.95
 GATHERS = (
@@ -488,21 +535,24 @@ GATHERS = (
     GatherWork(layers=4, passes=3, window=2, compute_us=3000.0),
     GatherWork(layers=4, passes=2, compute_us=6000.0, sync=0.2),
     GatherWork(workers=3, layers=3, passes=3, dies=True),
+    GatherWork(workers=3, nodes=3, passes=3, spin_limit_us=250.0),
+    GatherWork(workers=4, nodes=2, window=1, sync=0.3, compute_us=20.0),
+    GatherWork(workers=3, nodes=2, layers=3, passes=3, dies=True),
 )
 
 
 def gather_symptom(code: dict[str, ModuleType], seeds: range) -> str:
     """The first failure of the gather on this code, or "" if there is none."""
-    for seed in seeds:
-        for work in GATHERS:
-            try:
+    try:
+        for seed in seeds:
+            for work in GATHERS:
                 GatherWorld(work, code).run(seed)
-            except ModelError as failure:
-                return failure.kind
-            except Exception as error:  # noqa: BLE001 - what the code itself notices
-                return f"error: {type(error).__name__}"
-        if seed == seeds[0] and any(
-            hidden_share(code, work) < REQUIRED_HIDDEN for work in HIDDEN.values()
-        ):
-            return "lost overlap"
+            if seed == seeds[0] and any(
+                hidden_share(code, work) < REQUIRED_HIDDEN for work in HIDDEN.values()
+            ):
+                return "lost overlap"
+    except ModelError as failure:
+        return failure.kind
+    except Exception as error:  # noqa: BLE001 - what the code itself notices
+        return f"error: {type(error).__name__}"
     return ""

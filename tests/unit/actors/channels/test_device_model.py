@@ -176,6 +176,8 @@ def test_any_schedule_ends_without_a_race_a_deadlock_or_a_leak(
         compute_us=st.sampled_from((5.0, 300.0, 6000.0)),
         width=st.sampled_from((4, 32, 100)),
         sync=st.sampled_from((0.0, 0.3)),
+        nodes=st.integers(1, 3),
+        spin_limit_us=st.just(float("inf")),
     ),
     dies=st.booleans(),
     seed=st.integers(0, 1 << 30),

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from actors.channels import cuda
+from actors.channels.listener import ADDRESS_SEPARATOR as SEPARATOR
 from actors.channels.local_process import LocalProcess
-from actors.gather import device_segment
+from actors.gather import device_segment, nccl_exchange
 from actors.gather.peer_source import PeerSource
 from contracts.errors import ChannelError, HandshakeError
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertBuffer
 from models.weights.checkpoint import check_checkpoint
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.cuda_model import CUPY, FreeModel, Runtime, installed
+from tests.support.cuda_model import CUPY, FreeModel, Nccl, Runtime, installed
 from tests.support.gather_workload import GpuLayout
 from tests.support.group_harness import group_config
 from tests.support.prefill_workers import (
@@ -36,20 +37,29 @@ LAYERS = {"num_hidden_layers": 4}
 @pytest.fixture(autouse=True)
 def free_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreeModel]:
     monkeypatch.setattr(device_segment, "require_cupy", lambda backend: CUPY)
+    fake = Nccl()
+    monkeypatch.setattr(nccl_exchange, "require_nccl", lambda: fake)
     with installed():
+        monkeypatch.setattr(nccl_exchange, "empty_bytes", cuda.empty_bytes)
         yield FreeModel()
 
 
 def gathering(
-    folder: Path, workers: int, window: int | None = None, **settings: float
+    folder: Path, workers: int, window: int | None = None, backend: str = "ipc", **settings: float
 ) -> list[PeerSource]:
     config = group_config(prefill={"experts": "gathered"}, channel=settings)
     specs = [
-        worker_spec(folder, rank, workers, backend="ipc", config=config) for rank in range(workers)
+        worker_spec(folder, rank, workers, backend=backend, config=config)
+        for rank in range(workers)
     ]
     layout = GpuLayout(check_checkpoint(folder))
     sources = [make_source(spec, window=window, layout=layout) for spec in specs]
-    join_all(sources)
+    if backend == "nccl":  # as on other nodes: no Unix socket
+        reached = {each.name: each.listen("127.0.0.1").split(SEPARATOR)[1] for each in sources}
+        for source in sources:
+            source.connect(reached)
+    else:
+        join_all(sources)
     return sources
 
 
@@ -77,6 +87,40 @@ def test_workers_copy_from_each_others_memory(
     assert sum(source.bytes_moved()[0] for source in sources) == sum(
         source.bytes_moved()[1] for source in sources
     )
+    for source in sources:
+        source.close()
+
+
+@pytest.mark.parametrize(("family", "window"), [("qwen3_moe", None), ("gpt_oss", 2)])
+def test_workers_on_several_nodes_gather_by_nccl(
+    tiny_checkpoint: Checkpoints, family: str, window: int | None
+) -> None:
+    folder = tiny_checkpoint(family, **LAYERS)
+    layers = check_checkpoint(folder).moe_layers[1:]
+    sources = gathering(folder, 3, window, "nccl")
+    for step in range(2 * len(layers)):
+        for shift, source in enumerate(sources):
+            check_copy(folder, source, layers[(step + shift) % len(layers)])
+    assert [(source.fallbacks, source.lost) for source in sources] == [(0, {})] * 3
+    assert all(link.in_turn for source in sources for link in source._links.values())
+    sent, received = map(sum, zip(*(source.bytes_moved() for source in sources), strict=True))
+    assert sent == received > 0
+    sources[1].close()
+    check_copy(folder, sources[0], layers[0])
+    assert list(sources[0].lost) == ["prefill-1"]
+    for source in sources:
+        source.close()
+
+
+def test_a_transfer_that_fails_comes_from_the_fallback(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
+    sources = gathering(folder, 2, backend="nccl")
+    monkeypatch.setattr(Nccl, "broken", True)
+    check_copy(folder, sources[0], 1)
+    assert sources[0].fallbacks == 1
+    assert "prefill-1: NCCL failed: unhandled system error" in sources[0].lost["prefill-1"]
     for source in sources:
         source.close()
 
