@@ -44,6 +44,7 @@ from planner.costs.exchange_volume import (
     GroupRates,
     WorkerLoad,
     alone_seconds,
+    served_scheme,
     shared_gain_s,
 )
 from planner.placement.shuffling import shuffled_order
@@ -68,6 +69,7 @@ class GroupParts(NamedTuple):
     """Parts of a `ShuffledBackend`. keeps_kv: K and V are read by later batches.
 
     counts: batches that this worker led to their end ("led"), and that lost a worker ("lost").
+    scheme: None: that of `served_scheme`.
     """
 
     exchange: GroupExchange
@@ -75,7 +77,7 @@ class GroupParts(NamedTuple):
     facts: BatchFacts
     counts: dict[str, float]
     keeps_kv: bool
-    scheme: ExchangeScheme = ExchangeScheme.SHUFFLED
+    scheme: ExchangeScheme | None = None
 
 
 class _Following(NamedTuple):
@@ -133,7 +135,8 @@ class ShuffledBackend(StoredBackend):
             return None
         numbered, numbering = numbered_slices(slices)
         group, first_order, levels = self._group, b"", self._exchange.levels
-        if group.facts.first_shares is not None:
+        scheme = group.scheme or served_scheme(levels.nodes)
+        if group.facts.first_shares is not None and scheme is ExchangeScheme.SHUFFLED:
             ids = [token_id for each in numbered for token_id in each.token_ids]
             values_TW = levels.landing_values(group.facts.first_shares(ids))
             first_order = shuffled_order(values_TW).astype(np.int32).tobytes()
@@ -141,7 +144,7 @@ class ShuffledBackend(StoredBackend):
             slices=numbered,
             counts=counts,
             first_order=first_order,
-            scheme=group.scheme,
+            scheme=scheme,
             keeps_kv=group.keeps_kv,
             nodes=list(levels.nodes),
         )
