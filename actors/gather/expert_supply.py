@@ -204,7 +204,7 @@ def _shuffled(
         split = {peer: address.split(" ") for peer, address in addresses.items()}
         gathered.connect({peer: both[0] for peer, both in split.items()})
         exchange.join({peer: both[-1] for peer, both in split.items()})
-        hosts = {peer: both[0].rpartition(":")[0] for peer, both in split.items()}
+        hosts = {peer: _host(both[0], spec.host) for peer, both in split.items()}
         exchange.levels = levels_of_hosts([hosts.get(name, spec.host) for name in names])
 
     def close() -> None:
@@ -224,6 +224,12 @@ def _shuffled(
         connect=connect,
         shared_batches=shared_batches,
     )
+
+
+def _host(address: str, own: str) -> str:
+    """Return the host of an address; one without a host is on this node."""
+    _, tcp, place = address.rpartition("tcp:")
+    return place.rpartition(":")[0] if tcp else own
 
 
 def _lockstep(

@@ -41,7 +41,7 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from planner.arrays import Floats
-from planner.costs.exchange_volume import BatchWork, ExchangeScheme
+from planner.costs.exchange_volume import BatchWork, ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
 from planner.schedule.batch_choice import BatchChoice
@@ -64,7 +64,7 @@ class GroupParts(NamedTuple):
     """Parts of a `ShuffledBackend`. keeps_kv: K and V are read by later batches.
 
     counts: batches that this worker led to their end ("led"), that lost a worker ("lost"), and that
-    one has left ("left").
+    one has left ("left"). scheme: None: that of `served_scheme`.
     """
 
     exchange: GroupExchange
@@ -72,7 +72,7 @@ class GroupParts(NamedTuple):
     facts: BatchFacts
     counts: dict[str, float]
     keeps_kv: bool
-    scheme: ExchangeScheme = ExchangeScheme.SHUFFLED
+    scheme: ExchangeScheme | None = None
 
 
 class _Following(NamedTuple):
@@ -132,7 +132,8 @@ class ShuffledBackend(StoredBackend):
             return None
         numbered, numbering = numbered_slices(slices)
         group, first_order, levels = self._group, b"", self._exchange.levels
-        if group.facts.first_shares is not None:
+        scheme = group.scheme or served_scheme(levels.nodes)
+        if group.facts.first_shares is not None and scheme is ExchangeScheme.SHUFFLED:
             ids = [token_id for each in numbered for token_id in each.token_ids]
             values_TW = levels.landing_values(group.facts.first_shares(ids))
             first_order = shuffled_order(values_TW).astype(np.int32).tobytes()
@@ -140,7 +141,7 @@ class ShuffledBackend(StoredBackend):
             slices=numbered,
             counts=counts,
             first_order=first_order,
-            scheme=group.scheme,
+            scheme=scheme,
             keeps_kv=group.keeps_kv,
             nodes=list(levels.nodes),
         )

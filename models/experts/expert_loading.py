@@ -118,9 +118,8 @@ def load_slices(
         gate_ups.append(PackedLinear(_both(gate_up, run), bias_N))
         bias_N = None if down_bias is None else down_bias * (worker == 0)
         downs.append(PackedLinear(down[:, run].clone().contiguous(), bias_N))
-    return ExpertLayer(
-        ExpertLinears(gate_ups, None), ExpertLinears(downs, None), clamped_gate(spec)
-    )
+    both = ExpertLinears(gate_ups, None), ExpertLinears(downs, None)
+    return ExpertLayer(*both, clamped_gate(spec))
 
 
 def _both(gate_up: Tensor, run: slice) -> Tensor:

@@ -16,6 +16,7 @@ moves more than shuffled. Speculative MoE, Section 3.2, reconstructed.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 INDEX_BYTES, WEIGHT_BYTES, COUNT_BYTES = 4, 4, 4  # of each pair; of each slot of a packet
@@ -37,6 +38,14 @@ _COLLECTIVE_ROWS = {  # in D - 1 rows per token
     ExchangeScheme.TENSOR_PARALLEL: 4,
     ExchangeScheme.DATA_PARALLEL: 0,
 }
+
+
+def served_scheme(nodes: Sequence[int]) -> ExchangeScheme:
+    """Return the scheme for workers on these nodes.
+
+    Inside a node the rows that shuffling saves cost less than their prediction.
+    """
+    return ExchangeScheme.SHUFFLED if len(set(nodes)) > 1 else ExchangeScheme.REDUCE_SCATTER
 
 
 class LayerExchange(NamedTuple):

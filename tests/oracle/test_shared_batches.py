@@ -78,7 +78,7 @@ def sharing(
     folder: Path,
     workers: int,
     backend: str = "shm",
-    scheme: ExchangeScheme = ExchangeScheme.SHUFFLED,
+    scheme: ExchangeScheme | None = ExchangeScheme.SHUFFLED,
     **sections: Any,
 ) -> Iterator[PrefillThreads]:
     """Run workers that share every batch."""
@@ -103,6 +103,7 @@ def test_logits_of_shared_batches_equal_those_of_one_worker(
     for workers, backend in ((2, "shm"), (3, "tcp")):
         found = []
         with sharing(folder, workers, backend, scheme) as group:
+            assert set(_exchange(group, 0).levels.nodes) == {0}  # of one host
             for rank in range(workers):
                 with group.client(rank) as client:
                     found.append(logits_of(client))
@@ -315,6 +316,7 @@ def test_bytes_of_each_scheme_are_those_of_the_formula(
     expected, spec = alone_logits(folder, ROWS[2:3]), check_checkpoint(folder)
     tokens, layers = len(ROWS[2]), spec.num_layers
     for scheme in (
+        None,
         ExchangeScheme.ALL_REDUCE,
         ExchangeScheme.REDUCE_SCATTER,
         ExchangeScheme.SHUFFLED,
@@ -339,4 +341,5 @@ def test_bytes_of_each_scheme_are_those_of_the_formula(
             tokens * (layers - 1) if scheme is ExchangeScheme.SHUFFLED else 0,
             tokens * layers if family == "olmoe" else 0,
         )
-        assert sum(sent) == moved_bytes(scheme, layer, spec.hidden_size * 4)
+        counted = scheme or ExchangeScheme.REDUCE_SCATTER  # served inside a node
+        assert sum(sent) == moved_bytes(counted, layer, spec.hidden_size * 4)

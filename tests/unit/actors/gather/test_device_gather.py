@@ -54,8 +54,9 @@ def on_gpus(
 ) -> Iterator[list[PeerSource]]:
     config = group_config(prefill={"experts": "gathered"}, channel=settings)
     layout = GpuLayout(check_checkpoint(folder))
-    made = {"backend": backend, "window": window, "layout": layout, "config": config}
-    with unlinked(folder, workers, **made) as sources:
+    with unlinked(
+        folder, workers, backend=backend, window=window, layout=layout, config=config
+    ) as sources:
         if backend == "nccl":  # as on other nodes: no Unix socket
             reached = {each.name: each.listen("127.0.0.1").split(SEPARATOR)[1] for each in sources}
             for source in sources:
@@ -168,7 +169,7 @@ def test_copy_that_does_not_end_loses_its_peer_and_then_names_the_layer(
         next(waits, cuda.wait_for_stream)(*given)  # type: ignore[arg-type]
 
     heartbeat = {"heartbeat_timeout_s": 0.3, "heartbeat_interval_s": 0.1}
-    with on_gpus(folder, 2, None, **heartbeat, connect_timeout_s=0.6) as sources:
+    with on_gpus(folder, 2, None, "ipc", **heartbeat, connect_timeout_s=0.6) as sources:
         check_copy(folder, sources[0], 1)
         monkeypatch.setattr("actors.gather.peer_source.wait_for_stream", wait)
         free_model.held = True

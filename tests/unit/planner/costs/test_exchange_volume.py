@@ -20,6 +20,7 @@ from planner.costs.exchange_volume import (
     alone_seconds,
     moved_bytes,
     moved_rows,
+    served_scheme,
     shared_seconds,
 )
 from planner.placement.shuffling import shard_bounds, shuffled_order
@@ -71,6 +72,11 @@ def test_rows_are_those_of_measured_copies_and_shuffling_never_beats_data_parall
     for workers in range(1, 9):
         most = moved_rows(ExchangeScheme.DATA_PARALLEL, workers, workers - 1)
         assert most <= moved_rows(ExchangeScheme.SHUFFLED, workers, 0)
+
+
+def test_served_batches_are_shuffled_between_nodes_only() -> None:
+    assert served_scheme((0, 0, 0)) is ExchangeScheme.REDUCE_SCATTER
+    assert served_scheme((0, 1, 0)) is ExchangeScheme.SHUFFLED
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

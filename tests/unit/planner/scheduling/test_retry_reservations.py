@@ -1,4 +1,4 @@
-"""Rate limits, Retry-After, and reservations of rejected clients; load and task times."""
+"""Rate limits, Retry-After, reservations of rejected clients, and task times."""
 
 from collections import Counter, defaultdict
 
@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from planner.scheduling import retry_reservations
 from planner.scheduling.measured_rates import (
     LONGEST_S,
-    MEMORY_S,
     SHORTEST_S,
     DrainRate,
-    OfferedLoad,
     TaskTimes,
     retry_after_s,
 )
@@ -187,13 +185,3 @@ def test_new_request_costs_bounded_steps_with_many_tenants(lines: list[int]) -> 
     lengths = len(set(lines))
     assert lengths <= 91
     assert lines_run(newcomer, retry_reservations) <= 4 * lengths + 100
-
-
-def test_load_is_the_rate_of_batches_and_of_their_seconds_and_fades() -> None:
-    load = OfferedLoad()
-    for number in range(400):
-        load.add(0.1, number / 4)
-    assert load.batches_per_s == pytest.approx(4.0, rel=0.05)
-    assert load.busy_fraction == pytest.approx(0.4, rel=0.05)
-    load.add(0.1, 100 + 10 * MEMORY_S)
-    assert load.batches_per_s == pytest.approx(1 / MEMORY_S, rel=0.01)
