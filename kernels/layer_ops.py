@@ -50,8 +50,8 @@ from kernels.thread_pool import atomic_read
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
-LAYER_FIELDS: Final = 30
-TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD, SUM_NORM_FIELD = 20, 21, 23, 29
+LAYER_FIELDS: Final = 31
+TOP_K_FIELD, WEIGHS_FIELD, MLP_FIELD, SUM_NORM_FIELD = 20, 21, 23, 30
 PROJECTION_NORM, TURNED_NORM = 1, 2
 LATENT_FIELDS: Final = 16
 MLP_FIELDS: Final = 5
@@ -69,17 +69,17 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     (`choose_experts`), and top_k (0: no experts); whether it weighs the experts' input; address of
     the fields of `_attend_latents` (0: none), with which d is a value's, and G, q/k/v and q/k norm
     are 0; address of the fields of `run_layer_mlp`; kind of the q/k norm (0: of heads); bits of the
-    limit of q, k and v (0: none); size of a value; addresses of the gate's panels, and of the norms
-    of attention's and the MLP's output (`begin_sum`; 0: none). batch: int64 T; addresses of hidden,
-    cos, sin, slots, entries (`attend`), K pool, V pool, and of the results: the second norm's
-    output [T, D], ids and weights [T, top_k]; whether numbers are float32; bits of scale; addresses
-    of the MLP's output [T, D], of the experts' input [T, D], if it is weighed, and of float32
-    factors of queries [T] (0: none), of `begin_sum`'s result [T, D].
+    limit of q, k and v (0: none); size of a value; addresses of the gate and its bias, and of the
+    norms of attention's and the MLP's output (`begin_sum`; 0: none). batch: int64 T; addresses of
+    hidden, cos, sin, slots, entries (`attend`), K pool, V pool, and of the results: the second
+    norm's output [T, D], ids and weights [T, top_k]; whether numbers are float32; bits of scale;
+    addresses of the MLP's output [T, D], of the experts' input [T, D], if it is weighed, and of
+    float32 factors of queries [T] (0: none), of `begin_sum`'s result [T, D].
     """
     (
         kind, D, H, _, _, eps_bits, norm_kind, norm, _, _, _, o, o_bias, _, mlp_norm, window,
-        router_kind, router, router_bias, rule, top_k, weighs, latent, _, _, _, v, gate, out_norm,
-        _,
+        router_kind, router, router_bias, rule, top_k, weighs, latent, _, _, _, v, gate, gate_bias,
+        out_norm, _,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
         T, hidden, _, _, _, _, _, _, out, ids, weights, is_wide, _, _, weighed, _, _,
@@ -90,7 +90,7 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     gates = np.empty(1 + (T * H * v if gate else 0), np.float32)
     norm_rows(wide, norm_kind, hidden, D, norm, x_at, T, D, eps)
     if gate:
-        multiply(pool, kind, x_at, gate, 0, address_of(gates), T, D, H * v)
+        multiply(pool, kind, x_at, gate, gate_bias, address_of(gates), T, D, H * v)
     if latent:
         _attend_latents(pool, kind, latent, batch, x_at, D, H, window)
     else:
@@ -148,7 +148,7 @@ def _attend_heads(pool: int, layer: int, batch: int, x: int) -> None:
     """Replace rows x [T, D] by grouped-query attention [T, H * v] (`attend_layer`)."""
     (
         kind, D, H, G, d, eps_bits, _, _, qkv, qkv_bias, qk_norm, _, _, sinks, _, window, _, _, _,
-        _, _, _, _, _, norm_kind, limit, v, _, _, _,
+        _, _, _, _, _, norm_kind, limit, v, _, _, _, _,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
         T, _, cos, sin, slots, entries, k_pool, v_pool, _, _, _, is_wide, scale, _, _, factors, _,

@@ -229,12 +229,12 @@ class CompiledDecode(abc.ABC):
         sinks: int = 0,
         latent: int = 0,
         steps: tuple[int, int] = (0, 0),
-        output: tuple[int, int] = (0, 0),
+        output: tuple[int, int, int] = (0, 0, 0),
     ) -> NDArray[np.int64]:
         """Return the fields of `attend_layer`.
 
         sizes: H, G, d, and size of a value. queries: q/k/v, bias, q/k norm. steps: kind of that,
-        bits of their limit. output: gate, and norm.
+        bits of their limit. output: gate and its bias, and norm.
         """
         fields = (
             o.kind, o.shape[0], *sizes[:3], bits_of(self._eps), neighbors.norm_kind,
@@ -371,8 +371,8 @@ class GroupedQueryAttention(CompiledDecode):
         sizes = self._H, self._G, self._d, self._v
         kinds = {"projection": PROJECTION_NORM, "turned_head": TURNED_NORM}
         steps = kinds.get(self._qk_norm, 0), 0 if self._clip is None else bits_of(self._clip)
-        gate = 0 if self._gate is None else self._gate.addresses[0]
-        output = gate, 0 if self.out_norm is None else self.out_norm.data_ptr()
+        gate = (0, 0) if self._gate is None else self._gate.addresses
+        output = *gate, 0 if self.out_norm is None else self.out_norm.data_ptr()
         return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps, output=output)
 
     def _project(
