@@ -14,7 +14,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -283,25 +282,6 @@ class StageProbe:
             )
             for number, length in enumerate(lengths)
         ]
-
-
-@contextmanager
-def stage_probe(
-    folder: Path,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    pool_tokens: int,
-    expert_ranks: int = 1,
-    device: torch.device = _CPU,
-) -> Iterator[StageProbe]:
-    probe = StageProbe(
-        folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=expert_ranks, device=device
-    )
-    try:
-        yield probe
-    finally:
-        probe.close()
 
 
 def pool_tokens_for(chunks: Sequence[tuple[int, int]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
-from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for, stage_probe
+from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for
 from actors.ranks.serving_rank import bound_memory, set_device_environment
 from contracts import machine
 from contracts.clock import monotonic_s
@@ -262,12 +262,12 @@ def _measure_stages(
     budget_s = (1 - LINK_SHARE) * settings.seconds
     pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
     folder, ranks = settings.model_folder, min(SEVERAL, spec.num_experts)
-    opened = partial(stage_probe, folder, spec, dtype, pool_tokens=pool_tokens, device=device)
-    with opened() as probe:
+    opened = partial(StageProbe, folder, spec, dtype, pool_tokens=pool_tokens, device=device)
+    with closing(opened()) as probe:
         served = _served(probe, spec.max_context_tokens, pool_tokens)
         one = _rounds(probe, wanted, (1 - SEVERAL_SHARE) * budget_s)
     few = [chunks for chunks in one if count_tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
-    with opened(expert_ranks=ranks) as probe:
+    with closing(opened(expert_ranks=ranks)) as probe:
         several = _rounds(probe, few, SEVERAL_SHARE * budget_s)
     return one, several, served
 

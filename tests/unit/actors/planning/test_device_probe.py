@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import kernels.device
 from actors.engine import executor
 from actors.moe import expert_server
 from actors.planning.planner_inputs import shape_of
-from actors.planning.stage_probe import ExpertTask, ProbedPass, pool_tokens_for, stage_probe
+from actors.planning.stage_probe import ExpertTask, ProbedPass, StageProbe, pool_tokens_for
 from cluster.tools.profile import hardware_profile
 from cluster.tools.profile.hardware_profile import ProfileSettings, rank_device
 from contracts.errors import ConfigError, PeerError, ResourceError
@@ -76,7 +77,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 def probed(folder: Path, ranks: int) -> ProbedPass:
     spec, pool = read_spec(folder), pool_tokens_for(RAGGED)
-    with stage_probe(folder, spec, torch.float32, pool_tokens=pool, expert_ranks=ranks) as probe:
+    with closing(
+        StageProbe(folder, spec, torch.float32, pool_tokens=pool, expert_ranks=ranks)
+    ) as probe:
         probe.run(RAGGED, seed=1)
         return probe.run(RAGGED, seed=0)
 
@@ -111,7 +114,7 @@ def test_a_batchs_time_outside_layers_is_the_devices_and_the_hosts_around_it(
         "actors.planning.stage_probe.time", SimpleNamespace(thread_time=lambda: 0.0)
     )
     folder = tiny_checkpoint("deepseek_v3")
-    with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
+    with closing(StageProbe(folder, read_spec(folder), torch.float32, pool_tokens=512)) as probe:
         for micro_batches in (1, 2):
             seconds = probe.serve([20, 7], micro_batches=micro_batches, seed=1)
             assert seconds == pytest.approx(1e-6 * micro_batches * HEAD_US)
@@ -122,7 +125,7 @@ def test_a_failed_pass_is_an_error_and_not_an_endless_wait(
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     pool = pool_tokens_for(RAGGED)
-    with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=pool) as probe:
+    with closing(StageProbe(folder, read_spec(folder), torch.float32, pool_tokens=pool)) as probe:
 
         def step() -> list[ExpertTask]:
             probe._ends[1].close()
@@ -214,6 +217,6 @@ def test_a_model_larger_than_the_gpu_is_rejected(
     monkeypatch.setattr(GpuMemory, "of", lambda device: memory)
     with (
         pytest.raises(ResourceError, match=r"0\.0 GiB are free"),
-        stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=64),
+        closing(StageProbe(folder, read_spec(folder), torch.float32, pool_tokens=64)),
     ):
         pass

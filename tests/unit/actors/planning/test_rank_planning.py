@@ -25,7 +25,7 @@ from actors.planning.link_probe import link_probe
 from actors.planning.planner_inputs import layer_routing
 from actors.planning.planner_link import PlannerLink
 from actors.planning.rank_planning import RankPlanning
-from actors.planning.stage_probe import pool_tokens_for, stage_probe
+from actors.planning.stage_probe import StageProbe, pool_tokens_for
 from actors.planning.stage_report import micro_batch_times
 from actors.telemetry.telemetry import Telemetry
 from contracts.clock import Clock, monotonic_s
@@ -451,7 +451,9 @@ def test_pass_times_every_stage_except_first_layer(
 ) -> None:
     folder = tiny_checkpoint(family)
     spec = read_spec(folder)
-    with stage_probe(folder, spec, torch.float32, pool_tokens=pool_tokens_for(RAGGED)) as probe:
+    with closing(
+        StageProbe(folder, spec, torch.float32, pool_tokens=pool_tokens_for(RAGGED))
+    ) as probe:
         times = probe.run(RAGGED, seed=0)
     layers = list(spec.moe_layers[1:])
     attention = [task.layer for task in times.attention if task.stage is Stage.ATTENTION]
@@ -467,7 +469,9 @@ def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: Checkpoints) -> N
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
     pool = pool_tokens_for(RAGGED)
-    with stage_probe(folder, spec, torch.float32, pool_tokens=pool, expert_ranks=4) as probe:
+    with closing(
+        StageProbe(folder, spec, torch.float32, pool_tokens=pool, expert_ranks=4)
+    ) as probe:
         times = probe.run(RAGGED, seed=0)
     assert 1 < times.copies <= spec.top_k
     for layer in spec.moe_layers[1:]:
@@ -482,7 +486,7 @@ def test_served_batch_has_time_outside_layers(
     seconds = itertools.count()
     monkeypatch.setattr(stage_probe_module, "time", SimpleNamespace(thread_time=seconds.__next__))
     folder = tiny_checkpoint(family)
-    with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
+    with closing(StageProbe(folder, read_spec(folder), torch.float32, pool_tokens=512)) as probe:
         for micro_batches in (1, 2):
             # Forming and completing the batch, and at least two steps that end no attention task.
             assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) >= 4
@@ -493,7 +497,7 @@ def test_model_larger_than_memory_is_rejected(tiny_checkpoint: Checkpoints) -> N
     folder = tiny_checkpoint("qwen3_moe")
     with (
         pytest.raises(ResourceError, match="GiB are free"),
-        stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=1 << 40),
+        closing(StageProbe(folder, read_spec(folder), torch.float32, pool_tokens=1 << 40)),
     ):
         pass
 
