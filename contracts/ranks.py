@@ -79,8 +79,6 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     channel_address: str
     client_address: str = ""
-    load_s: float = 0.0
-    kv_blocks: int = 0
     process_identity: bytes = b""
     metrics_address: str = ""
 

@@ -66,7 +66,7 @@ NO_CLIENT = -1
 
 def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
     """Load the weights and listen. Raises CheckpointError, ResourceError."""
-    started_s, config = monotonic_s(), spec.config
+    config = spec.config
     spec = prepare_process(spec)
     half, served = load_half(spec)
     check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
@@ -133,7 +133,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     )
     joining = PeerConnector(endpoint, config.channel.heartbeat_timeout_s)
     hooks = RankHooks(joining, planning.join, planning.pin)
-    return serving_rank(spec, served, serving, recorded, hooks, started_s=started_s)
+    return serving_rank(spec, served, serving, recorded, hooks)
 
 
 def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchSelection]:

@@ -47,7 +47,6 @@ IDLE_POLL_S = 0.1
 
 def expert_rank(spec: RankSpec) -> Rank:
     """Load the experts and listen; attention ranks connect to it. Raises CheckpointError."""
-    started_s = monotonic_s()
     spec = prepare_process(spec)
     device, folder = torch.device(spec.device), Path(spec.model_folder)
     model = check_checkpoint(folder)
@@ -75,7 +74,6 @@ def expert_rank(spec: RankSpec) -> Rank:
         name=spec.name,
         pid=os.getpid(),
         channel_address=endpoint.listen(spec.host),
-        load_s=monotonic_s() - started_s,
     )
     loop = ExpertLoop(endpoint, server, held, reports)
     hooks = RankHooks(join_planner=reports.join)

@@ -67,14 +67,8 @@ _decode = msgspec.msgpack.Decoder(ToPlanner).decode
 
 def planner_rank(spec: RankSpec) -> Rank:
     """Create the planner and listen; ranks connect to it. Raises CheckpointError."""
-    started_s = monotonic_s()
     service = PlannerService(spec)
-    ready = RankReady(
-        name=spec.name,
-        pid=os.getpid(),
-        channel_address=service.listen(),
-        load_s=monotonic_s() - started_s,
-    )
+    ready = RankReady(name=spec.name, pid=os.getpid(), channel_address=service.listen())
     telemetry = service.plan_metrics.telemetry
     hooks = RankHooks(resize=service.resize)
     return Rank(spec, ready, service, telemetry, None, hooks, timeline=service.timeline)

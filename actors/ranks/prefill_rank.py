@@ -80,7 +80,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     """Load the weights and listen. Raises CheckpointError, ResourceError, ChannelError."""
     if spec.config.prefill.engine != "torch":
         return _load_engine(spec.config.prefill.engine)(spec)
-    started_s, config = monotonic_s(), spec.config
+    config = spec.config
     spec = prepare_process(spec)
     half, served = load_half(spec)
     disable_kv_cache, schedule = config.prefill.disable_kv_cache, prefill_limits(config)
@@ -131,9 +131,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         or priorities.batching(_batching(spec.name, backend, config.priority, coalescer)),
     )
     hooks = RankHooks(lambda addresses: _connect(spec.name, supply, addresses))
-    return serving_rank(
-        spec, served, serving, recorded, hooks, channel_address=supply.address, started_s=started_s
-    )
+    return serving_rank(spec, served, serving, recorded, hooks, channel_address=supply.address)
 
 
 def _first_shares(spec: RankSpec, half: AttentionHalf) -> Callable[[Sequence[int]], Floats] | None:

@@ -364,9 +364,8 @@ def serving_rank(
     hooks: RankHooks,
     *,
     channel_address: str = "",
-    started_s: float,
 ) -> Rank:
-    """Make the rank and listen to clients. started_s: when the construction began."""
+    """Make the rank and listen to clients."""
     config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
     drain = QueueDrain(parts.scheduler, monotonic_s)
     traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
@@ -388,7 +387,5 @@ def serving_rank(
         pid=os.getpid(),
         channel_address=channel_address,
         client_address=clients.listen(spec.host, deadline_s=config.channel.connect_timeout_s),
-        load_s=monotonic_s() - started_s,
-        kv_blocks=pool_blocks,
     )
     return Rank(spec, ready, loop, recording.metrics, recording, hooks)
