@@ -8,6 +8,8 @@ Shapes: T rows, H heads, G KV heads, R = H / G, d head dim, S context of a seque
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -18,10 +20,12 @@ from kernels.compiled import (
     F32,
     I32,
     I64,
+    INTEGERS,
     LANES,
     VECTOR,
     address_of,
     compiled,
+    emit_exp,
     exp,
     float_bits,
     float_of_bits,
@@ -32,10 +36,11 @@ from kernels.compiled import (
     write_numbers,
 )
 from kernels.panels import multiply_block
-from kernels.row_ops import dot, load_vector
+from kernels.row_ops import load_vector
 from kernels.thread_pool import PartNumber, register_part, run_parts
 
 TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
+TILE_ROWS: Final = 96  # whose scores stay in the cache
 ENTRY_COLUMNS: Final = 5
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LEAST: Final = np.float32(-np.inf)
@@ -58,7 +63,7 @@ def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
     return types.void(types.boolean, types.int64, types.int64), generate
 
 
-_EIGHT = ir.VectorType(F32, 8)
+_EIGHT, _KEYS = ir.VectorType(F32, 8), ir.VectorType(I64, LANES)
 # Of two vectors of eight: pairs, fours and halves of both.
 _MIXES = (
     ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
@@ -109,10 +114,11 @@ def _attend_part(args: int, begin: int, end: int) -> None:
     for unit in range(begin, end):
         most_rows = max(most_rows, R * table[unit // G, 1])
     queries = np.empty((most_rows, d), np.float32)
-    scores = np.empty((most_rows, TILE_KEYS), np.float32)
     sums = np.empty((most_rows, dv_panels * LANES), np.float32)
-    more = np.empty((most_rows, dv_panels * LANES), np.float32)
     most, total = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
+    scores = np.empty((TILE_ROWS, TILE_KEYS), np.float32)
+    more = np.empty((TILE_ROWS, dv_panels * LANES), np.float32)
+    fades = np.empty(TILE_ROWS, np.float32)
     keys = np.zeros((TILE_KEYS // LANES, d, LANES), np.float32)
     key_rows = np.zeros((TILE_KEYS, d), np.float32)
     values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
@@ -147,19 +153,25 @@ def _attend_part(args: int, begin: int, end: int) -> None:
                 _read_value(wide, v_pool + (slot * v_stride + g * dv) * size, dv, values, n)
             _zero_values(values, count)
             _turn_keys(key_rows, count, keys)
-            used, at = last - first, address_of(scores[first:])
-            panels, panels_at = (count + LANES - 1) // LANES, address_of(keys)
-            q_at, more_at = address_of(queries[first:]), address_of(more[first:])
-            multiply_block(0, q_at, q_step, used, panels_at, d, panels, at, s_step)
-            for n in range(first, last):
-                newest = position + n // R - tile
-                oldest = max(0, newest + 1 - window) if window else 0
-                _soften(scores[n], oldest, min(TILE_KEYS, newest + 1), most, total, sums[n], n)
-            panels_at = address_of(values)
-            multiply_block(0, at, s_step, used, panels_at, TILE_KEYS, dv_panels, more_at, sum_step)
-            for n in range(first, last):
-                for i in range(sums.shape[1]):
-                    sums[n, i] += more[n, i]
+            panels, at, more_at = -(-count // LANES), address_of(scores), address_of(more)
+            keys_at, values_at = address_of(keys), address_of(values)
+            for begun in range(first, last, TILE_ROWS):
+                used, q_at = min(TILE_ROWS, last - begun), address_of(queries[begun:])
+                multiply_block(0, q_at, q_step, used, keys_at, d, panels, at, s_step)
+                for row in range(used):
+                    n = begun + row
+                    newest = position + n // R - tile
+                    oldest = max(0, newest + 1 - window) if window else 0
+                    stop = min(TILE_KEYS, newest + 1)
+                    largest, weight = _soften(at + row * s_step, oldest, stop, most[n])
+                    fades[row] = exp(most[n] - largest) if most[n] > _LEAST else _ZERO
+                    most[n], total[n] = largest, total[n] * fades[row] + weight
+                multiply_block(
+                    0, at, s_step, used, values_at, TILE_KEYS, dv_panels, more_at, sum_step
+                )
+                for row in range(used):
+                    for i in range(sums.shape[1]):
+                        sums[begun + row, i] = sums[begun + row, i] * fades[row] + more[row, i]
             tile += TILE_KEYS
         for n in range(rows * R):
             for i in range(dv):
@@ -202,44 +214,56 @@ def _read_value(wide: bool, v_at: int, dv: int, values: Any, n: int) -> None:
         read_numbers(wide, v_at + panel * LANES * size, dv % LANES, values[panel, n])
 
 
-@compiled
-def _soften(
-    scores: Any, oldest: int, stop: int, most: Any, total: Any, sums: Any, row: int
-) -> None:
-    """Turn a row's scores of a tile into weights of keys [oldest, stop), and fade earlier sums."""
-    for n in range(TILE_KEYS):
-        if n < oldest or n >= stop:
-            scores[n] = _LEAST
-    largest = _largest(scores, TILE_KEYS, most[row])
-    fade = exp(most[row] - largest) if most[row] > _LEAST else _ZERO
-    most[row] = largest
-    for n in range(TILE_KEYS):
-        scores[n] = exp(scores[n] - largest)
-    for n in range(TILE_KEYS):
-        if n < oldest or n >= stop:
-            scores[n] = _ZERO
-    total[row] = total[row] * fade + _sum(scores, TILE_KEYS)
-    for i in range(sums.shape[0]):
-        sums[i] *= fade
+@intrinsic
+def _soften(_: Any, scores: Any, oldest: Any, stop: Any, most: Any) -> Any:
+    """Turn a row's scores of a tile into weights of keys [oldest, stop), in place.
+
+    Return the largest of the scores and `most`, and the sum of the weights.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        scores, oldest, stop, most = args
+        seen, vectors, at = [], [], []
+        for first in range(0, TILE_KEYS, LANES):
+            keys = _KEYS(list(range(first, first + LANES)))
+            is_new = builder.icmp_signed(">=", keys, _all_lanes(builder, oldest, _KEYS))
+            is_old = builder.icmp_signed("<", keys, _all_lanes(builder, stop, _KEYS))
+            seen.append(builder.and_(is_new, is_old))
+            at.append(pointer(builder, builder.add(scores, I64(4 * first)), VECTOR))
+            score = builder.load(at[-1], align=4)
+            vectors.append(builder.select(seen[-1], score, VECTOR([-np.inf] * LANES)))
+        largest = _folded(builder, functools.reduce(_larger(builder), vectors), _larger(builder))
+        largest = _larger(builder)(largest, _all_lanes(builder, most, VECTOR))
+        weights = []
+        for sees, score, to in zip(seen, vectors, at, strict=True):
+            weight = emit_exp(builder, builder.fsub(score, largest))
+            weights.append(builder.select(sees, weight, VECTOR([0.0] * LANES)))
+            builder.store(weights[-1], to, align=4)
+        total = _folded(builder, functools.reduce(builder.fadd, weights), builder.fadd)
+        firsts = [builder.extract_element(vector, I32(0)) for vector in (largest, total)]
+        return context.make_tuple(builder, signature.return_type, firsts)
+
+    given = types.int64, types.int64, types.int64, types.float32
+    return types.UniTuple(types.float32, 2)(*given), generate
 
 
-@compiled
-def _sum(values: Any, count: int) -> Any:
-    """Return the sum of `count` numbers, a multiple of LANES: lane by lane, then pairwise."""
-    ones = np.ones(TILE_KEYS, np.float32)
-    return dot(True, values.ctypes.data, ones.ctypes.data, count // LANES)
+def _all_lanes(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, first, INTEGERS([0] * LANES))
 
 
-@compiled
-def _largest(values: Any, count: int, least: Any) -> Any:
-    """Return the largest of `count` numbers, a multiple of LANES, and `least`."""
-    lanes = np.full(LANES, least, np.float32)
-    for first in range(0, count, LANES):
-        for lane in range(LANES):
-            lanes[lane] = max(lanes[lane], values[first + lane])
-    for lane in range(LANES):
-        least = max(least, lanes[lane])
-    return least
+def _larger(builder: ir.IRBuilder) -> Callable[[Any, Any], Any]:
+    return lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a)
+
+
+def _folded(builder: ir.IRBuilder, vector: Any, both: Callable[[Any, Any], Any]) -> Any:
+    """Emit the fold of all lanes, by halves, into the first one at least."""
+    width = LANES // 2
+    while width:
+        upper = [(n + width) % LANES for n in range(LANES)]
+        vector = both(vector, builder.shuffle_vector(vector, vector, INTEGERS(upper)))
+        width //= 2
+    return vector
 
 
 _ATTEND: Final = register_part(PartNumber.ATTEND, _attend_part)

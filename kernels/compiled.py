@@ -309,6 +309,28 @@ def exp(x: Any) -> Any:
     return (series * r * r + r + _ONE) * power
 
 
+def emit_exp(builder: ir.IRBuilder, x: Any) -> Any:
+    """Emit `exp` of a vector of numbers up to 88, with fused products."""
+
+    def fused(a: Any, b: Any, c: Any) -> Any:
+        function = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
+        return builder.call(function, [a, b, c])
+
+    def all_of(value: Any) -> Any:
+        return VECTOR([float(value)] * LANES)
+
+    x = builder.select(builder.fcmp_ordered("<", x, all_of(_LEAST)), all_of(_LEAST), x)
+    n = builder.fsub(fused(x, all_of(_LOG2E), all_of(_ROUNDER)), all_of(_ROUNDER))
+    r = fused(n, all_of(-_LN2_LOW), fused(n, all_of(-_LN2_HIGH), x))
+    series = all_of(_E0)
+    for term in (_E1, _E2, _E3, _E4, _E5):
+        series = fused(series, r, all_of(term))
+    exponent = builder.add(builder.fptosi(n, INTEGERS), INTEGERS([127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, INTEGERS([23] * LANES)), VECTOR)
+    grown = builder.fadd(fused(builder.fmul(series, r), r, r), all_of(_ONE))
+    return builder.fmul(grown, power)
+
+
 @compiled
 def to_bfloat16(x: Any) -> Any:
     """Return the bits of a float32 rounded to the nearest bfloat16, ties to even."""
