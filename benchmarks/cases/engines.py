@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import math
 import os
 import statistics
 import tempfile
@@ -46,11 +47,12 @@ from tests.support.local_group import LocalGroup
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 MODELS = {"medium": MEDIUM, "medium_olmoe": MEDIUM_OLMOE, "medium_glm4_moe": MEDIUM_GLM4_MOE}
+PREFILL = "prefill, 8 x 512"
 # Rows and tokens of each.
 PHASES = {
     "decode, 16 streams": (16, 32),
     "decode, 1 stream": (1, 32),
-    "prefill, 8 x 512": (8, 512),
+    PREFILL: (8, 512),
     "classify, 32 x 512, 448 shared": (32, 512),
 }
 SHARED = 448  # first tokens, equal in all rows to classify
@@ -61,6 +63,7 @@ RANKS = {
 # "batched_mm" copies the expert weights for every token.
 IMPLEMENTATIONS = [Implementation(e, a) for e in ("eager", "grouped_mm") for a in ("sdpa", "eager")]
 CLEARLY_SLOWER = 3.0  # a first pass, which may compile: not timed again
+CHOICE_ROUNDS = 2
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 # Of first tokens: weights are random, and llama.cpp keeps K and V in float16.
 AGREEMENT = {"float32": 0.8, "bfloat16": 0.4}
@@ -111,7 +114,9 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
                     batch[:, :SHARED] = batch[0, :SHARED]
                 for engine, side in sides.items():
                     if engine == "transformers":
-                        fastest[phase] = fastest.get(phase) or await _fastest(side, run, batch)
+                        if phase not in fastest:  # classify: a prefill, without a prefix cache
+                            known = fastest[PREFILL] if run == "classify" else None
+                            fastest[phase] = known or await _fastest(side, run, batch)
                         side.use(fastest[phase])
                     wait_for_idle([os.getpid()], limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
                     seconds, answers[engine] = await _timed(side, run, batch)
@@ -136,12 +141,14 @@ async def _timed(side: Any, run: str, batch: torch.Tensor) -> tuple[float, list[
 
 
 async def _fastest(theirs: Theirs, run: str, batch: torch.Tensor) -> Implementation:
-    seconds: dict[Implementation, float] = {}
-    for choice in IMPLEMENTATIONS:
-        theirs.use(choice)
-        first_s, _ = await _timed(theirs, run, batch)
-        if not seconds or first_s < CLEARLY_SLOWER * min(seconds.values()):
-            seconds[choice], _ = await _timed(theirs, run, batch)
+    """Return the implementation with the fastest pass after a first one, which warms up."""
+    seconds = dict.fromkeys(IMPLEMENTATIONS, math.inf)
+    for number in range(1 + CHOICE_ROUNDS):
+        slowest_s = CLEARLY_SLOWER * min(seconds.values())
+        for choice in [each for each, known_s in seconds.items() if known_s <= slowest_s]:
+            theirs.use(choice)
+            taken_s, _ = await _timed(theirs, run, batch)
+            seconds[choice] = taken_s if number < 2 else min(seconds[choice], taken_s)
     return min(seconds, key=seconds.__getitem__)
 
 
