@@ -227,8 +227,7 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
             def submit(shared: SharedPass, group: PrefillThreads, other: RankConnection) -> None:
                 if shared._exchange.rank == 0 and not other.events:
                     sent.append(other.submit(WITH_PREFIX[0], candidates=VOCABULARY))
-                    loop = loop_of(group.workers[1])
-                    until(lambda: bool(loop._clients._inbox) or len(loop.scheduler) > 0)
+                    until(lambda: not backend_of(group.workers[1]).is_engaged)
 
             with at_layer(1, functools.partial(submit, group=group, other=other)):
                 found = logits_of(client, WITH_PREFIX)
@@ -240,6 +239,25 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
             sent.clear()
             # Until then the workers may know each other as busy.
             until(functools.partial(shares, client, group, WITH_PREFIX[0], expected[:1]))
+
+
+def test_call_that_one_worker_declines_ends_without_a_warning_of_the_others(
+    tiny_checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder)
+    with sharing(folder, 3) as group, group.client() as client:
+
+        def is_linked(exchange: GroupExchange) -> bool:
+            if exchange.rank == 2:  # declines after the other one has accepted
+                until(lambda: _exchange(group, 1).number > 0)
+            return exchange.rank != 2
+
+        with patch.object(GroupExchange, "is_linked", property(is_linked)):
+            torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
+        wait_for_end([_exchange(group, rank) for rank in range(3)])
+        assert led(group) == 0
+    assert not [each for each in caplog.messages if "shared_batch" in each]
 
 
 def test_busy_worker_declines_and_each_computes_alone(tiny_checkpoint: Checkpoints) -> None:
