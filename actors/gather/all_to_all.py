@@ -96,11 +96,11 @@ class AllToAll:
             if peer in addresses and peer not in self._endpoint.peers():
                 self._endpoint.connect(peer, addresses[peer])
 
-    def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
+    def sums(self, layer: int, routed: RoutedTokens) -> Steps[Tensor]:
         """Return each token's weighted sum over its experts, [T, D] float32. Raises PeerError."""
         self._wait_for_links()
-        slices = self._slices(layer, routed)
-        return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
+        slices = {piece.rank: piece for piece in self._slices(layer, routed)}
+        return (yield from self._exchange(layer, routed.x_TD, slices))
 
     def _slices(self, layer: int, routed: RoutedTokens) -> Sequence[Piece]:
         """Return the packets of a layer, planned where the rows are."""
@@ -116,10 +116,10 @@ class AllToAll:
         self.counts.add(layer, tokens, slices, placed)
         return slices
 
-    def participate(self, layer: int, like: Tensor) -> None:
+    def participate(self, layer: int, like: Tensor) -> Steps[None]:
         """Take part in a layer without own rows; `like` is [0, D]. Raises PeerError."""
         self._wait_for_links()
-        self._exchange(layer, like, {})
+        yield from self._exchange(layer, like, {})
 
     def wait_for_pass(self, timeout_s: float) -> bool:
         """Wait for the next pass of the others; return whether it has begun. Raises PeerError."""
@@ -138,7 +138,7 @@ class AllToAll:
     def _pass_started(self) -> bool:
         return any(number == self._pass for _, number, _, _ in self._arrived)
 
-    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, Piece]) -> Tensor:
+    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, Piece]) -> Steps[Tensor]:
         own: Packet | None = None
         for rank, worker in enumerate(self._workers):
             piece = slices.get(rank) or self._empty(rank, x_TD.device)
@@ -148,9 +148,9 @@ class AllToAll:
             else:
                 send_slice(self._endpoint, worker, header, piece, x_TD)
         assert own is not None
-        packets = self._receive(PacketKind.A2E, layer)
-        local = self._run_experts(layer, {**packets, own.peer: own})
-        replies = self._receive(PacketKind.E2A, layer)
+        packets = yield from self._receive(PacketKind.A2E, layer)
+        local = yield from self._run_experts(layer, {**packets, own.peer: own})
+        replies = yield from self._receive(PacketKind.E2A, layer)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         for rank, worker in enumerate(self._workers):
             if rank in slices:
@@ -160,23 +160,26 @@ class AllToAll:
             packet.release()
         return out_TD
 
-    def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Tensor:
+    def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Steps[Tensor]:
         """Run our experts on all rows in one call; answer the others, return our own sums."""
         ordered = [packets[worker] for worker in self._workers]
-        groups = merge(ordered)
-        if isinstance(groups.pairs, DevicePairs):
-            y_UD = run_to_end(self._half.device_steps(layer, *groups.pairs))
-        else:
-            y_UD = self._half.run(layer, *groups.pairs)
-        local = y_UD[:0]
-        for number, packet in enumerate(ordered):
-            rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]
-            if packet.peer == self._endpoint.name:
-                local = rows
+        try:
+            groups = merge(ordered)
+            if isinstance(groups.pairs, DevicePairs):
+                y_UD = yield from self._half.device_steps(layer, *groups.pairs)
             else:
-                header, dtype = self._header(PacketKind.E2A, layer), packet.tensors[0].dtype
-                send_tensors(self._endpoint, packet.peer, header, [rows], dtype)
-            packet.release()
+                y_UD = yield from self._half.steps(layer, *groups.pairs)
+            local = y_UD[:0]
+            for number, packet in enumerate(ordered):
+                rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]
+                if packet.peer == self._endpoint.name:
+                    local = rows
+                else:
+                    header, dtype = self._header(PacketKind.E2A, layer), packet.tensors[0].dtype
+                    send_tensors(self._endpoint, packet.peer, header, [rows], dtype)
+        finally:
+            for packet in ordered:
+                packet.release()
         return local
 
     def _empty(self, rank: int, device: torch.device) -> Piece:
@@ -204,8 +207,8 @@ class AllToAll:
 
     def _receive(
         self, kind: PacketKind, layer: int, peers: Sequence[str] | None = None
-    ) -> dict[str, Packet]:
-        """Return the packet of every peer, or of some."""
+    ) -> Steps[dict[str, Packet]]:
+        """Return the packet of every peer, or of some. A step is a wait."""
         senders = self._peers if peers is None else peers
         keys = {peer: (kind, self._pass, layer, peer) for peer in senders}
         end_s = self._clock() + PEER_TIMEOUT_S
@@ -215,6 +218,7 @@ class AllToAll:
                 raise PeerHungError(
                     f"{peer} has not reached layer {layer} in {PEER_TIMEOUT_S:g} s", peer
                 )
+            yield  # before the poll: packets may arrive while other work runs
             self._poll(_POLL_S)
         return {peer: self._arrived.pop(key) for peer, key in keys.items()}
 
@@ -303,9 +307,8 @@ class LockstepBackend(ExpertBackend[LockstepPending]):
     def combine(
         self, hidden_TD: Tensor, pending: LockstepPending, shared_TD: Tensor | None
     ) -> Steps[None]:
-        yield from ()
         try:
-            hidden_TD.add_(self._all_to_all.sums(pending.layer, pending.routed))
+            hidden_TD.add_((yield from self._all_to_all.sums(pending.layer, pending.routed)))
         except ChannelError:
             self._failed = True
             raise
@@ -318,7 +321,7 @@ class LockstepBackend(ExpertBackend[LockstepPending]):
         if self._layer_index is None:
             self._layer_index = 0 if self._all_to_all.wait_for_pass(timeout_s) else None
             return
-        self._all_to_all.participate(self._layers[self._layer_index], self._empty)
+        run_to_end(self._all_to_all.participate(self._layers[self._layer_index], self._empty))
         self._layer_index += 1
         if self._layer_index == len(self._layers):
             self._layer_index = None

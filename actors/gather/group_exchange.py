@@ -3,7 +3,7 @@
     leader ── GroupCall ──> others      Accepted, or Declined if one is busy
            ── Started ────> all accepted; then packets of layers, one per peer and collective
            ── Aborted ────> a worker was lost, or not all accepted; any worker may send it
-    others ── Left ───────> all: the pass ends before a layer
+    others ── Left ───────> all: the pass ends in a layer
     any    ── Busy ───────> all: not to be called for some time
 
 Packets of other passes than the current one are released.
@@ -26,6 +26,7 @@ from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.logs import event
 from contracts.placement import Placement
+from kernels.steps import Steps, run_to_end
 from models.decoder.batch import SequenceSlice
 from models.experts.expert_half import ExpertHalf
 from planner.costs.exchange_volume import ExchangeScheme
@@ -67,7 +68,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The worker has requests of its own, and takes no part from a layer on."""
+    """The worker has requests of its own, and takes no part in the rest of a layer and later."""
 
     layer: int
 
@@ -98,8 +99,8 @@ class GroupExchange(AllToAll):
         self._dialed: dict[str, str] = {}
         self.levels = LinkLevels((0,) * len(workers))  # replaced, never changed
         self._messages: list[tuple[str, int, GroupMessage]] = []
-        self._layer = 0  # of which packets are received
-        self.left: Left | None = None  # by a worker of the latest pass
+        self.layer = 0  # of the pass
+        self.ended: Left | Aborted | None = None  # how another worker ended the latest pass
 
     @property
     def rank(self) -> int:
@@ -133,7 +134,7 @@ class GroupExchange(AllToAll):
 
     def begin(self, number: int) -> None:
         self._pass, self._lost = number, None
-        self._layer, self.left = 0, None
+        self.layer, self.ended = 0, None
 
     def end(self) -> None:
         """Forget the pass and what has arrived for it."""
@@ -155,13 +156,13 @@ class GroupExchange(AllToAll):
     def receive(self, timeout_s: float) -> list[tuple[str, int, GroupMessage]]:
         """Return messages with their peers and passes. Raises PeerError if a pass lost a worker."""
         if not self._messages:
-            self._poll(timeout_s)
+            super()._poll(timeout_s)
         received, self._messages = self._messages, []
         return received
 
     def collect(
         self, kind: PacketKind, layer: int, parts: Mapping[str, Sequence[Tensor]]
-    ) -> dict[str, Packet]:
+    ) -> Steps[dict[str, Packet]]:
         """Send parts to peers and return the packets of all peers, to release."""
         for peer in self._peers:
             send_tensors(self._endpoint, peer, self._header(kind, layer), parts[peer])
@@ -170,7 +171,7 @@ class GroupExchange(AllToAll):
     def total(self, layer: int, part_TN: Tensor) -> Tensor:
         """Return the sum of all workers' parts. Equal bits on all workers."""
         parts = {peer: [part_TN] for peer in self._peers}
-        packets = self.collect(PacketKind.SQUARES, layer, parts)
+        packets = run_to_end(self.collect(PacketKind.SQUARES, layer, parts))
         arrived = {name: packet.tensors[0] for name, packet in packets.items()}
         total_TN = torch.stack([arrived.get(name, part_TN) for name in self.names]).sum(0)
         for packet in packets.values():
@@ -180,8 +181,13 @@ class GroupExchange(AllToAll):
     def send_context(self, layer: int, peer: str, entries: Sequence[Tensor]) -> None:
         send_tensors(self._endpoint, peer, self._header(PacketKind.CONTEXT, layer), entries)
 
-    def receive_context(self, layer: int, leader: str) -> Packet:
-        return self._receive(PacketKind.CONTEXT, layer, [leader])[leader]
+    def receive_context(self, layer: int, leader: str) -> Steps[Packet]:
+        packets = yield from self._receive(PacketKind.CONTEXT, layer, [leader])
+        return packets[leader]
+
+    def check(self) -> None:
+        """Raise PeerError if a worker has ended or left the pass, or is lost."""
+        self._poll(0.0)
 
     def _poll(self, timeout_s: float) -> None:
         super()._poll(timeout_s)
@@ -189,16 +195,11 @@ class GroupExchange(AllToAll):
             if number != self._pass:
                 continue
             if isinstance(message, Aborted):
+                self.ended = message
                 raise PeerDeadError(message.reason, peer)
-            if isinstance(message, Left) and message.layer <= self._layer:
-                self.left = message
+            if isinstance(message, Left) and message.layer <= self.layer:
+                self.ended = message
                 raise PeerDeadError(f"{peer} has requests of its own", peer)
-
-    def _receive(
-        self, kind: PacketKind, layer: int, peers: Sequence[str] | None = None
-    ) -> dict[str, Packet]:
-        self._layer = layer
-        return super()._receive(kind, layer, peers)
 
     def _note_loss(self, error: PeerError) -> None:
         if self._pass:

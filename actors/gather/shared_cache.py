@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.gather.group_exchange import GroupExchange
+from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
@@ -117,14 +118,14 @@ class SharedCache:
             num_states=1 + max(new | read, default=-1),
         )
 
-    def load(self, layer: int) -> None:
+    def load(self, layer: int) -> Steps[None]:
         """Copy cached entries or states of this worker's heads from the leader's pool."""
         read_C, exchange = self._rows(layer).read, self._exchange
         if not len(read_C):
             return
         pools = self.kv.entries(layer)
         if self._outer is None:
-            packet = exchange.receive_context(layer, exchange.names[self._leader])
+            packet = yield from exchange.receive_context(layer, exchange.names[self._leader])
             for pool, held in zip(pools, packet.tensors, strict=True):
                 pool[read_C] = held
             packet.release()

@@ -65,32 +65,46 @@ class SharedPass:
         self.layers = half.spec.num_layers
 
     def steps(self, layer: int) -> Steps[Tensor]:
-        """Compute a layer and return the residual of all its rows. Raises PeerError."""
+        """Compute a layer and return the residual of all its rows.
+
+        Raises PeerError, also between two steps if a worker has left.
+        """
+        steps, self._exchange.layer = self._steps(layer), layer
+        while True:
+            try:
+                next(steps)
+            except StopIteration:
+                return self.hidden_TD
+            self._exchange.check()
+            yield
+
+    def _steps(self, layer: int) -> Steps[None]:
         half, exchange = self._half, self._exchange
         last = self._last if layer == self.layers - 1 else None
-        self._cache.load(layer)
+        yield from self._cache.load(layer)
         partial_RD = yield from half.partial_steps(
             layer, self.hidden_TD, self._batch, self._cache.kv, last
         )
+        rows_TD = self.hidden_TD
         if last is not None:
-            self.hidden_TD = self.hidden_TD.index_select(0, last.rows_R)
+            rows_TD = rows_TD.index_select(0, last.rows_R)
         order_R = torch.from_numpy(self._order(layer, last))
         bounds = shard_bounds(len(order_R), exchange.workers)
         shards = [order_R[bounds[w] : bounds[w + 1]] for w in range(exchange.workers)]
         entries = self._cache.new_entries(layer) if self._call.keeps_kv else []
-        sum_UD = self._reduce(layer, partial_RD, shards, entries)
+        sum_UD = yield from self._reduce(layer, partial_RD, shards, entries)
         if self._call.scheme is ExchangeScheme.ALL_REDUCE:
-            sum_UD = self._gather(layer, sum_UD, shards)[shards[exchange.rank]]
+            every_RD = yield from self._gather(layer, sum_UD, shards)
+            sum_UD = every_RD[shards[exchange.rank]]
         yield
-        residual_UD = self.hidden_TD.index_select(0, shards[exchange.rank])
+        residual_UD = rows_TD.index_select(0, shards[exchange.rank])
         own_UD = half.add_attention(layer, residual_UD, sum_UD)
         if self._call.scheme is ExchangeScheme.TENSOR_PARALLEL and half.router(layer) is not None:
             own_UD = yield from self._sliced_experts(layer, own_UD, shards)
         else:
             own_UD = yield from self._feed_forward(layer, own_UD)
         pairs_UW = self._predict(layer + 1, own_UD)
-        self.hidden_TD = self._gather(layer, own_UD, shards, pairs_UW)
-        return self.hidden_TD
+        self.hidden_TD = yield from self._gather(layer, own_UD, shards, pairs_UW)
 
     def finish(self, layers: int) -> None:
         """End the pass of the leader, of which all workers have computed the first layers."""
@@ -100,13 +114,13 @@ class SharedPass:
         half = self._half
         if not len(own_UD):
             if half.router(layer) is not None:
-                self._exchange.participate(layer, own_UD)
+                yield from self._exchange.participate(layer, own_UD)
             return own_UD
         out = yield from half.mlp_steps(layer, own_UD, self._batch)
         hidden_UD, routed = out.hidden_TD, out.routed
         if routed is None:
             return (yield from half.residual(hidden_UD, self._batch))
-        hidden_UD.add_(self._exchange.sums(layer, routed))
+        hidden_UD.add_((yield from self._exchange.sums(layer, routed)))
         return (yield from self._joined(layer, hidden_UD, routed.router_input))
 
     def _sliced_experts(
@@ -114,12 +128,12 @@ class SharedPass:
     ) -> Steps[Tensor]:
         """Compute this worker's part of the experts of all rows; return its own rows."""
         own_U = shards[self._exchange.rank]
-        every_RD = self._gather(layer, own_UD, shards)
+        every_RD = yield from self._gather(layer, own_UD, shards)
         out = yield from self._half.mlp_steps(layer, every_RD, self._batch)
         assert out.routed is not None
         held = self._slices().layer_experts(layer)
         partial_RD = yield from expert_sum_steps(out.routed, held, self._every_E)
-        sum_UD = self._reduce(layer, partial_RD.to(own_UD.dtype), shards)
+        sum_UD = yield from self._reduce(layer, partial_RD.to(own_UD.dtype), shards)
         if self._batch.unjoined is not None:
             residual_RD, norm_D = self._batch.unjoined
             self._batch.unjoined = residual_RD.index_select(0, own_U), norm_D
@@ -176,7 +190,7 @@ class SharedPass:
         partial_RD: Tensor,
         shards: Sequence[Tensor],
         entries: Sequence[Tensor] = (),
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Return the sum over workers of this worker's rows. entries: new ones, for the leader."""
         exchange, parts = self._exchange, dict[str, list[Tensor]]()
         for worker, name in enumerate(self._names):
@@ -184,7 +198,7 @@ class SharedPass:
             if worker == self._leader:
                 parts[name] += entries
         own = parts[self._names[exchange.rank]]
-        packets = exchange.collect(PacketKind.SCATTER, layer, parts)
+        packets = yield from exchange.collect(PacketKind.SCATTER, layer, parts)
         arrived = {name: packet.tensors for name, packet in packets.items()}
         every = [arrived.get(name, own) for name in self._names]
         sum_UD = every[0][0].float()
@@ -202,13 +216,13 @@ class SharedPass:
         own_UD: Tensor,
         shards: Sequence[Tensor],
         pairs_UW: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Return the rows of all workers in their order, and keep predictions."""
         exchange, own = self._exchange, [own_UD]
         if pairs_UW is not None:
             own.append(pairs_UW)
         kind = PacketKind.GATHER
-        packets = exchange.collect(kind, layer, dict.fromkeys(self._names, own))
+        packets = yield from exchange.collect(kind, layer, dict.fromkeys(self._names, own))
         rows = sum(map(len, shards))
         out_RD = own_UD.new_empty((rows, own_UD.shape[1]))
         pairs_RW = torch.zeros((rows, exchange.workers), dtype=torch.uint8)

@@ -2,8 +2,8 @@
 
 The worker that has the batch leads. It calls the others if it expects to gain time and none is
 known to be busy, waits for their answers for at most an eighth of that, and computes alone if one
-declines. A worker that receives requests of its own leaves a pass before the next layer. The leader
-computes the rest of a pass that was left, or that lost a worker, alone.
+declines. A worker that receives requests of its own leaves a pass at once. The leader computes that
+layer and later ones of a pass that was left, or that lost a worker, alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError
 from contracts.logs import event
-from kernels.steps import Steps, run_to_end
+from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
@@ -44,7 +44,7 @@ from planner.arrays import Floats
 from planner.costs.exchange_volume import BatchWork, ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.schedule.batch_choice import BatchChoice
+from planner.schedule.batch_choice import BatchChoice, BusyWorkers
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -76,13 +76,14 @@ class GroupParts(NamedTuple):
 
 
 class _Following(NamedTuple):
-    """A call that was accepted. layer: the next one."""
+    """A call that was accepted. layer: the next one. steps: its rest, if it has begun."""
 
     leader: str
     call: GroupCall
     accepted_s: float
     shared: SharedPass | None = None
     layer: int = 0
+    steps: Steps[Tensor] | None = None
 
 
 class ShuffledBackend(StoredBackend):
@@ -104,7 +105,7 @@ class ShuffledBackend(StoredBackend):
         self._count = 0
         self._choice = BatchChoice(group.exchange.workers)
         self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
-        self._busy_until_s = dict[str, float]()  # of other workers
+        self._busy = BusyWorkers()
         self._announced = False  # that this worker is busy
 
     @property
@@ -159,7 +160,7 @@ class ShuffledBackend(StoredBackend):
         if self._leading is not None or not self._exchange.is_linked:
             return False
         self._answer(0.0, idle=False)
-        return self._clock() >= max(self._busy_until_s.values(), default=0.0)
+        return self._clock() >= self._busy.until_s
 
     def _stay_alone(self, work: BatchWork) -> None:
         """Note that a batch runs here."""
@@ -198,7 +199,8 @@ class ShuffledBackend(StoredBackend):
                         exchange.send(Declined(), about, [peer])
                     elif about == number and isinstance(message, Accepted):
                         missing.discard(peer)
-                    elif about == number and isinstance(message, Declined):
+                    elif about == number and isinstance(message, Declined | Left | Aborted):
+                        missing.add(peer)
                         end_s = 0.0
         except PeerError as error:
             self._end(Aborted(error.message))
@@ -218,7 +220,8 @@ class ShuffledBackend(StoredBackend):
 
     def abandon(self, reason: str, work: BatchWork, part: float) -> None:
         """End the pass that this worker leads before its end, and compute a part of it here."""
-        self._group.counts["lost" if self._exchange.left is None else "left"] += 1
+        is_left = isinstance(self._exchange.ended, Left)
+        self._group.counts["left" if is_left else "lost"] += 1
         self._leading = None
         self._end(Aborted(reason))
         self._announce(work, part)
@@ -230,10 +233,18 @@ class ShuffledBackend(StoredBackend):
     # --- following
 
     def disengage(self) -> None:
-        if self._following is not None:
-            self._exchange.send(Left(self._following.layer), self._exchange.number)
-            self._following = None
-            self._exchange.end()
+        following, self._following = self._following, None
+        if following is None:
+            return
+        self._exchange.send(Left(following.layer), self._exchange.number)
+        if following.steps is not None:
+            following.steps.close()
+        self._exchange.end()
+        work, part = self._work_of(following.call.slices), 1.0
+        if following.shared is not None:
+            part -= following.layer / following.shared.layers
+        rest_s = part * self._choice.alone_s(work, self.copy_s)
+        self._busy.note(following.leader, rest_s, self._clock())
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if self._leading is not None:
@@ -262,7 +273,7 @@ class ShuffledBackend(StoredBackend):
                 else:
                     self._exchange.send(Declined(), number, [peer])
             elif self._following is not None and number == self._exchange.number:
-                if isinstance(message, Aborted):
+                if isinstance(message, Aborted | Left):
                     self._following = None
                     self._exchange.end()
                 elif isinstance(message, Started):
@@ -275,7 +286,7 @@ class ShuffledBackend(StoredBackend):
 
     def _note_busy(self, peer: str, message: GroupMessage) -> None:
         if isinstance(message, Busy):
-            self._busy_until_s[peer] = self._clock() + message.seconds
+            self._busy.note(peer, message.seconds, self._clock())
 
     def _started(self, following: _Following) -> _Following:
         leader = self._exchange.names.index(following.leader)
@@ -283,17 +294,22 @@ class ShuffledBackend(StoredBackend):
         return following._replace(shared=shared)
 
     def _follow(self, following: _Following, shared: SharedPass) -> None:
-        """Compute a layer."""
-        run_to_end(shared.steps(following.layer))
-        self._following = following._replace(layer=following.layer + 1)
+        """Compute a layer, or a part of it if this worker is woken."""
+        steps = following.steps or shared.steps(following.layer)
+        for _ in steps:
+            if self._woken.is_set():
+                self._woken.clear()
+                self._following = following._replace(steps=steps)
+                return
+        self._following = following._replace(layer=following.layer + 1, steps=None)
         if self._following.layer == shared.layers:
             self._following = None
             self._exchange.end()
 
     def _leave(self, error: Exception) -> None:
         following, self._following = self._following, None
-        if self._exchange.left is not None and following is not None:
-            self._exchange.end()
+        if self._exchange.ended is not None and following is not None:
+            self._exchange.end()  # by the other worker, which logs an error of its own
             return
         leader = "" if following is None else following.leader
         event(
@@ -326,7 +342,7 @@ class _LedPass:
         try:
             hidden_TD = yield from self._shared.steps(layer)
         except Exception as error:
-            if self._backend._exchange.left is None:
+            if not isinstance(self._backend._exchange.ended, Left):
                 event(log, "shared_batch_lost", logging.WARNING, layer=layer, reason=error)
             if isinstance(error, PeerError):
                 self._shared.finish(layer)

@@ -68,10 +68,7 @@ def measured_mixes(
         batch = BatchWork(size, flops, MEDIUM["num_hidden_layers"], 4 * MEDIUM["hidden_size"])
         if len(tokens) == 1 and chosen:
             chosen[SERVED] = "shuffled" if served.gain_s(batch, 0.0, 1.0) > 0.0 else "gathered"
-        seconds = {
-            mode: statistics.median(mean(group.play(arrivals)) for _ in range(options.runs))
-            for mode, group in groups.items()
-        }
+        seconds = measured_seconds(groups, arrivals, options.seconds)
         if len(tokens) == 1:
             served.alone(batch, seconds["gathered"])
             served.shared(batch, seconds["shuffled"])
@@ -79,6 +76,17 @@ def measured_mixes(
             times.add(kind, size, seconds[mode] / flops)
         found.append({"tokens": tokens, "seconds": seconds, "chosen": chosen})
     return found
+
+
+def measured_seconds(
+    groups: dict[str, Workers], arrivals: Sequence[Arrival], least_s: float
+) -> dict[str, float]:
+    """Return the median of a mix in each mode, of runs in turns for some time."""
+    runs: dict[str, list[float]] = {mode: [] for mode in groups}
+    while min(len(each) for each in runs.values()) < 2 or sum(runs["gathered"]) < least_s:
+        for mode, group in groups.items():
+            runs[mode].append(mean(group.play(arrivals)))
+    return {mode: statistics.median(each) for mode, each in runs.items()}
 
 
 def agreement(found: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -111,8 +119,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mixes", type=int, default=120)
-    parser.add_argument("--runs", type=int, default=3, help="of a mix in each mode")
+    parser.add_argument("--mixes", type=int, default=80)
+    parser.add_argument("--seconds", type=float, default=0.6, help="least time of a mix in a mode")
 
 
 CASE = documented_case(__doc__, "Choice of a mode", measure, tables, add_options)

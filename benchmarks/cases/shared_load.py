@@ -3,8 +3,9 @@
     python -m benchmarks shared_load
 
 A random checkpoint of 120 M parameters in float32; two groups of two workers with a core each take
-turns with equal arrivals: as many long prompts as short ones, each to the worker with the fewest
-open tokens. Off: the workers gather experts (prefill.experts=gathered).
+turns with equal arrivals: three short prompts for a long one, each to the worker with the fewest
+open tokens. Off: the workers gather experts (prefill.experts=gathered). Ranges: of nine in ten
+resamplings of the arrivals.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tests.support.group_harness import RankConnection, prefill_config
 from tests.support.local_group import LocalGroup, RankLocation
 
 LONG, SHORT, WORKERS, LOADS = 1500, 150, 2, (0.3, 0.6, 0.9)
+MIX = LONG, SHORT, SHORT, SHORT
 VARIANTS = {"on": "shuffled", "off": "gathered"}
 
 
@@ -97,12 +99,12 @@ def running(
 
 def measure(options: argparse.Namespace) -> Measured:
     """Measure the capacity, that of a burst with sharing off, and the seconds of prompts."""
-    burst = [Arrival(0.0, tokens) for tokens in (LONG, SHORT) * options.burst]
+    burst = [Arrival(0.0, tokens) for tokens in MIX * options.burst]
     samples, summary = dict[str, list[float]](), dict[str, Any]()
     with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
         groups = {n: stack.enter_context(running(folder, mode)) for n, mode in VARIANTS.items()}
-        for each, worker in itertools.product(burst[:8], range(WORKERS)):  # to learn their times
+        for each, worker in itertools.product(burst[:16], range(WORKERS)):  # to learn their times
             groups["on"].play([each._replace(worker=worker)])
         groups["off"].play(burst)
         summary["prompts_per_s"] = len(burst) / max(groups["off"].play(burst))
@@ -111,7 +113,7 @@ def measure(options: argparse.Namespace) -> Measured:
             while (
                 at_s := at_s + rng.expovariate(part * summary["prompts_per_s"])
             ) < options.seconds:
-                arrivals.append(Arrival(at_s, rng.choice((LONG, SHORT))))
+                arrivals.append(Arrival(at_s, rng.choice(MIX)))
             for name in VARIANTS if number % 2 else reversed(VARIANTS):
                 for each, taken_s in zip(arrivals, groups[name].play(arrivals), strict=True):
                     kind = "long" if each.tokens == LONG else "short"
@@ -122,20 +124,31 @@ def measure(options: argparse.Namespace) -> Measured:
     for name, row in list(summary.items()):
         if name.endswith("off") and (on := summary.get(f"{name[:-3]}on")):
             ratios = {key: row[key] / on[key] for key in ("mean", "p50", "p90")}
-            summary[f"{name} / on"] = ratios
+            low, high = ratio_range(samples[name], samples[f"{name[:-3]}on"])
+            summary[f"{name} / on"] = {**ratios, "low": low, "high": high}
     return Measured(dict(samples), summary)
+
+
+def ratio_range(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the range of nine in ten ratios of means of resampled pairs."""
+    dice, pairs, ratios = random.Random(0), list(zip(seconds, others, strict=True)), []
+    for _ in range(1000):
+        one, other = zip(*dice.choices(pairs, k=len(pairs)), strict=True)
+        ratios.append(sum(one) / sum(other))
+    return percentile(ratios, 0.05), percentile(ratios, 0.95)
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     seconds = {name: row for name, row in sorted(summary.items()) if "," in name}
     title = f"Seconds to the answer, capacity {summary['prompts_per_s']:.2f} prompts/s"
-    return [table_of(seconds, title, "load", ("prompts", "mean", "p50", "p90"))]
+    columns = "prompts", "mean", "p50", "p90", "low", "high"
+    return [table_of(seconds, title, "load", columns)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
-    parser.add_argument("--burst", type=int, default=12, help="prompts of a kind, for the capacity")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of a variant in a round")
+    parser.add_argument("--burst", type=int, default=8, help="long prompts, for the capacity")
 
 
 CASE = documented_case(__doc__, "Shared batches under load", measure, tables, add_options)

@@ -84,7 +84,11 @@ class SharedWorkers:
 
     def run_experts(self, layer: int, routed: Sequence[RoutedTokens], number: int) -> float:
         """Return the seconds of a layer's experts, with tokens of each worker."""
-        return self._run(lambda rank: self.exchanges[rank].sums(layer, routed[rank]), number)
+
+        def work(rank: int) -> None:
+            run_to_end(self.exchanges[rank].sums(layer, routed[rank]))
+
+        return self._run(work, number)
 
     def _run(self, work: Callable[[int], object], number: int) -> float:
         """Return the seconds of some work on each worker at once."""

@@ -7,6 +7,7 @@ from collections import Counter
 from planner.costs.exchange_volume import BatchWork, GroupRates, alone_seconds, shared_seconds
 from planner.scheduling.measured_rates import TaskTimes
 
+LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
 _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
 
@@ -72,3 +73,19 @@ class BatchChoice:
         is_first = kind in self._unmeasured
         self._unmeasured.discard(kind)
         return is_first
+
+
+class BusyWorkers:
+    """Other workers that compute alone, by their own announcements or by what is known of them."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, float] = {}
+
+    def note(self, worker: str, seconds: float, now_s: float) -> None:
+        """Note that a worker is busy for some time, of which LONGEST_BUSY_S count."""
+        self._until_s[worker] = now_s + min(LONGEST_BUSY_S, seconds)  # the longest for NaN
+
+    @property
+    def until_s(self) -> float:
+        """Return when none is expected to be busy."""
+        return max(self._until_s.values(), default=0.0)

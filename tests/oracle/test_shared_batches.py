@@ -73,6 +73,15 @@ def led(group: PrefillThreads, rank: int = 0) -> float:
     return group.workers[rank].status().sections["shared_batches"]["led"]
 
 
+def shares(
+    client: RankConnection, group: PrefillThreads, row: Sequence[int], expected: torch.Tensor
+) -> bool:
+    """Compute a prompt on the first worker; return whether its batch was shared."""
+    before = led(group)
+    torch.testing.assert_close(logits_of(client, [row]), expected, atol=1e-5, rtol=0)
+    return led(group) > before
+
+
 @contextmanager
 def sharing(
     folder: Path,
@@ -218,8 +227,7 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
             def submit(shared: SharedPass, group: PrefillThreads, other: RankConnection) -> None:
                 if shared._exchange.rank == 0 and not other.events:
                     sent.append(other.submit(WITH_PREFIX[0], candidates=VOCABULARY))
-                    loop = loop_of(group.workers[1])
-                    until(lambda: bool(loop._clients._inbox) or len(loop.scheduler) > 0)
+                    until(lambda: not backend_of(group.workers[1]).is_engaged)
 
             with at_layer(1, functools.partial(submit, group=group, other=other)):
                 found = logits_of(client, WITH_PREFIX)
@@ -228,8 +236,28 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
             counts = group.workers[0].status().sections["shared_batches"]
             assert counts["left"] >= 1
             assert counts["lost"] == 0
-            assert led(group) > 0
             sent.clear()
+            # Until then the workers may know each other as busy.
+            until(functools.partial(shares, client, group, WITH_PREFIX[0], expected[:1]))
+
+
+def test_call_that_one_worker_declines_ends_without_a_warning_of_the_others(
+    tiny_checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    expected = alone_logits(folder)
+    with sharing(folder, 3) as group, group.client() as client:
+
+        def is_linked(exchange: GroupExchange) -> bool:
+            if exchange.rank == 2:  # declines after the other one has accepted
+                until(lambda: _exchange(group, 1).number > 0)
+            return exchange.rank != 2
+
+        with patch.object(GroupExchange, "is_linked", property(is_linked)):
+            torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
+        wait_for_end([_exchange(group, rank) for rank in range(3)])
+        assert led(group) == 0
+    assert not [each for each in caplog.messages if "shared_batch" in each]
 
 
 def test_busy_worker_declines_and_each_computes_alone(tiny_checkpoint: Checkpoints) -> None:

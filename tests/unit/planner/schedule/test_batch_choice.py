@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from planner.costs.exchange_volume import BatchWork
-from planner.schedule.batch_choice import BatchChoice
+from planner.schedule.batch_choice import LONGEST_BUSY_S, BatchChoice, BusyWorkers
 
 BATCH, SHORT = (BatchWork(tokens, tokens * 10**6, 8, 2048) for tokens in (1500, 100))
 
@@ -35,3 +37,22 @@ def test_time_of_all_workers_is_tried_again_after_many_refusals() -> None:
         choice.shared(BATCH, 2 * seconds)
     assert max(choice.gain_s(BATCH, 0.0, 1.0) for _ in range(63)) < 0.0
     assert choice.gain_s(BATCH, 0.0, 1.0) < 0.0 < choice.gain_s(BATCH, 0.0, 1.0)
+
+
+def test_workers_are_busy_for_the_time_they_announced_last() -> None:
+    busy = BusyWorkers()
+    assert busy.until_s == 0.0
+    busy.note("prefill-1", 2.0, 100.0)
+    busy.note("prefill-2", 1.0, 100.5)
+    assert busy.until_s == 102.0
+    busy.note("prefill-1", 0.0, 101.0)
+    assert busy.until_s == 101.5
+
+
+@pytest.mark.parametrize("seconds", [1e9, math.inf, math.nan])
+def test_announcement_of_any_length_keeps_others_from_sharing_for_a_limited_time(
+    seconds: float,
+) -> None:
+    busy = BusyWorkers()
+    busy.note("prefill-1", seconds, 100.0)
+    assert busy.until_s == 100.0 + LONGEST_BUSY_S
