@@ -60,7 +60,9 @@ PLACE_FIELDS: Final = 6  # area, addresses of x, rows, weights, counts, y
 PEER_FIELDS: Final = PLACE_FIELDS + 2  # caller: event, e. server: most rows, most pairs
 RECORD_FIELDS: Final = 9  # peer, batch, micro-batch, layer, U, N; when sent, started, complete
 CLOCK_FIELDS: Final = 4  # ends of attention, sending, MLP, waiting
-SERVED_AT_ONCE_NS: Final = 5_000_000  # then the server's interpreter runs
+# Time since the first call after which the server's interpreter runs: at the end of a step, while
+# the caller samples tokens, or between layers.
+SERVED_AT_END_NS, SERVED_AT_ONCE_NS = 1_000_000, 20_000_000
 
 _EVENTS: Final = 8  # of a wait; which ones does not matter
 _EVENT_BYTES: Final = 16  # at most
@@ -121,20 +123,21 @@ def _wait_for(area: int, number: int, until_ns: int, spin_ns: int) -> bool:
 @compiled
 def _send_rows(
     peer: int, size: int, T: int, D: int, K: int, x: int, slots: int, weights: int, local: int,
-    call: int, sent_rows: Any,
-) -> int:  # fmt: skip
-    """Send a rank the rows and pairs of its experts, and return the number of rows U.
+    call: int, sent_rows: Any, sent: Any,
+) -> None:  # fmt: skip
+    """Send a rank the rows and pairs of its experts.
 
     Pairs are sorted by local expert, then by row. local: of each slot, as of `group_pairs`.
-    sent_rows [T]: set to the rows of the batch.
+    sent_rows [T]: set to the rows of the batch. sent: set to U and N.
     """
     area, x_at, rows_at, weights_at, counts_at, _, event, e = carray(int64_at(peer), (PEER_FIELDS,))
     group_pairs(slots, weights, local, T * K, K, e, rows_at, weights_at, counts_at)
     counts, place_T, U, N = carray(int64_at(counts_at), (e,)), np.zeros(T, np.int64), 0, 0
     for expert in range(e):
         N += counts[expert]
+    sent[0], sent[1] = 0, N
     if not N:
-        return 0
+        return
     rows_N = carray(int64_at(rows_at), (N,))
     for n in range(N):
         place_T[rows_N[n]] = 1
@@ -151,17 +154,16 @@ def _send_rows(
     fields, given = carray(int64_at(area + _CALL), (CALL_FIELDS,)), int64_at(call)
     for i in range(CALL_FIELDS):
         fields[i] = given[i]
-    fields[2], fields[3] = U, N
+    fields[2], fields[3], sent[0] = U, N, U
     carray(int64_at(area + _SENT), (1,))[0] = now_ns()
     atomic_write(area + REQUEST, atomic_read(area + REQUEST) + 1)
     _eventfd_write(np.int32(event), np.uint64(1))
-    return U
 
 
 @compiled
 def _add_replies(
-    peers: int, R: int, wide: bool, T: int, D: int, hidden: int, shared: int, sent: Any,
-    sent_U: Any,
+    peers: int, R: int, wide: bool, T: int, D: int, hidden: int, shared: int, sent_rows: Any,
+    sent: Any,
 ) -> None:  # fmt: skip
     """Add the replies of all ranks to hidden, in the order of ranks, then shared experts' output.
 
@@ -175,8 +177,8 @@ def _add_replies(
     size = 4 if wide else 2
     total, row = np.zeros(T * D + 1, np.float32), np.empty(D, np.float32)
     for rank in range(R):
-        for u in range(sent_U[rank]):
-            first = sent[rank, u] * D
+        for u in range(sent[rank, 0]):
+            first = sent_rows[rank, u] * D
             read_numbers(wide, peer_R[rank, 5] + u * D * size, D, row)
             for i in range(D):
                 total[first + i] += row[i]
@@ -191,7 +193,7 @@ def _add_replies(
 
 
 CALLER_FIELDS: Final = 11
-CHOICE_FIELDS: Final = 4  # experts E; addresses of sets of ranks, slots, result
+CHOICE_FIELDS: Final = 5  # experts E; addresses of sets of ranks, slots, result, counted pairs
 
 
 @compiled
@@ -204,10 +206,10 @@ def decode_remote_layers(
     tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; choices
     [L, CHOICE_FIELDS] (`_choose_slots`); places [R], addresses of each slot's index on a rank
     (`group_pairs`); peers [R, PEER_FIELDS]; the call, CALL_FIELDS and the status, which is set if a
-    layer's experts are not complete: LATE after wait_ns, or DECLINED; sent [L, R], rows sent to
-    each rank; sent_rows [R, T]; answered [L, R] and ends [L, CLOCK_FIELDS], in ns. resumes: the
-    first layer's experts have been called. stop: as of `decode_layers`. spin_ns: time to wait
-    awake.
+    layer's experts are not complete: LATE after wait_ns, or DECLINED; sent [L, R, 2], rows and
+    pairs sent to each rank; sent_rows [R, T]; answered [L, R] and ends [L, CLOCK_FIELDS], in ns.
+    resumes: the first layer's experts have been called. stop: as of `decode_layers`. spin_ns: time
+    to wait awake.
     """
     call = carray(int64_at(tables), (CALLER_FIELDS,))[6]
     status = carray(int64_at(call + CALL_FIELDS * 8), (1,))
@@ -241,12 +243,12 @@ def _call_experts(pool: int, tables: int, layer: int) -> None:
     if K:
         slots = _choose_slots(choices + layer * CHOICE_FIELDS * 8, batch[9], T, K, R)
         carray(int64_at(call), (CALL_FIELDS,))[1] = layer
-        sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+        sent_R2 = carray(int64_at(sent + layer * R * 16), (R, 2))
         sent_RT, local_R = carray(int64_at(sent_rows), (R, T)), carray(int64_at(places), (R,))
         for rank in range(R):
-            sent_U[rank] = _send_rows(
+            _send_rows(
                 peers + rank * PEER_FIELDS * 8, size, T, D, K, x, slots, batch[10], local_R[rank],
-                call, sent_RT[rank],
+                call, sent_RT[rank], sent_R2[rank],
             )  # fmt: skip
     ends[1] = now_ns()
     run_layer_mlp(pool, layer_at, batch_at)
@@ -258,9 +260,9 @@ def _choose_slots(choice: int, ids: int, T: int, K: int, R: int) -> Any:
     """Write the slot of each pair [T, K], and return the address.
 
     choice: E; addresses of int64 sets of each expert's ranks (`choose_replicas`; 0: no replicas),
-    of its slots [E, R] (without replicas: [E]), and of the result.
+    of its slots [E, R] (without replicas: [E]), of the result, and of each slot's pairs so far.
     """
-    E, sets, slots, result = carray(int64_at(choice), (CHOICE_FIELDS,))
+    E, sets, slots, result, _ = carray(int64_at(choice), (CHOICE_FIELDS,))
     ids_TK, slot_TK = carray(int64_at(ids), (T, K)), carray(int64_at(result), (T, K))
     if sets:
         sets_E, slot_ER = carray(int64_at(sets), (E,)), carray(int64_at(slots), (E, R))
@@ -278,10 +280,10 @@ def _await_replies(tables: int, layer: int, until_ns: int, spin_ns: int) -> int:
     """Wait for the replies of the ranks that were called; return DONE, LATE or DECLINED."""
     R, _, _, _, _, peers, _, sent, _, answered, clock = carray(int64_at(tables), (CALLER_FIELDS,))
     peer_R = carray(int64_at(peers), (R, PEER_FIELDS))
-    sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+    sent_R2 = carray(int64_at(sent + layer * R * 16), (R, 2))
     answered_R = carray(int64_at(answered + layer * R * 8), (R,))
     for rank in range(R):
-        if sent_U[rank]:
+        if sent_R2[rank, 0]:
             area = peer_R[rank, 0]
             if not _wait_for(area, atomic_read(area + REQUEST), until_ns, spin_ns):
                 return LATE
@@ -295,8 +297,8 @@ def _await_replies(tables: int, layer: int, until_ns: int, spin_ns: int) -> int:
 
 @compiled
 def _add_experts(tables: int, layer: int) -> None:
-    """Add a layer's replies and MLP to the residual."""
-    R, layers, batches, _, _, peers, _, sent, sent_rows, _, _ = carray(
+    """Add a layer's replies and MLP to the residual, and count its pairs."""
+    R, layers, batches, choices, _, peers, _, sent, sent_rows, _, _ = carray(
         int64_at(tables), (CALLER_FIELDS,)
     )
     fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
@@ -306,9 +308,13 @@ def _add_experts(tables: int, layer: int) -> None:
     total = begin_sum(layer_at, batch_at)
     if fixed[TOP_K_FIELD]:
         sent_RT = carray(int64_at(sent_rows), (R, T))
-        sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+        sent_R2 = carray(int64_at(sent + layer * R * 16), (R, 2))
         shared = mlp_out if fixed[MLP_FIELD] else 0
-        _add_replies(peers, R, wide, T, D, total, shared, sent_RT, sent_U)
+        _add_replies(peers, R, wide, T, D, total, shared, sent_RT, sent_R2)
+        choice = carray(int64_at(choices + layer * CHOICE_FIELDS * 8), (CHOICE_FIELDS,))
+        slot_N = carray(int64_at(choice[3]), (T * fixed[TOP_K_FIELD],))
+        for slot in slot_N:
+            carray(int64_at(choice[4]), (slot + 1,))[slot] += 1
     else:
         add_rows(wide, total, mlp_out, T, D)
     end_sum(layer_at, batch_at)
@@ -316,13 +322,17 @@ def _add_experts(tables: int, layer: int) -> None:
 
 @compiled
 def _find_experts(tables: int, count: int, call: Any, args: Any) -> Any:
-    """Copy the EXPERT_FIELDS of a call's layer; return False without its experts."""
+    """Copy the EXPERT_FIELDS of a call's layer; return False without its experts.
+
+    args[EXPERT_FIELDS]: set to whether it is the last layer.
+    """
     table_G3 = carray(int64_at(tables), (count, 3))
     for g in range(count):
         if table_G3[g, 0] == call[0] and call[1] >= 0 and call[1] < table_G3[g, 2]:
             given = carray(int64_at(table_G3[g, 1] + call[1] * EXPERT_FIELDS * 8), (EXPERT_FIELDS,))
             for i in range(EXPERT_FIELDS):
                 args[i] = given[i]
+            args[EXPERT_FIELDS] = call[1] + 1 == table_G3[g, 2]
             return args[3] != 0
     return False
 
@@ -441,15 +451,17 @@ def serve_calls(
     """Serve calls of priority classes up to `priority`; return how many were served.
 
     Returns after wait_ms without a call, at any other event of the epoll descriptor, if `room`
-    calls were served, or SERVED_AT_ONCE_NS after the first. Waiting calls of one layer and class
+    calls were served, and some time after the first. Waiting calls of one layer and class
     are computed together; their records have the same start. peers: int64 [count, PEER_FIELDS].
-    tables: int64 [generations, 3]: number, address of EXPERT_FIELDS of each layer, layers.
+    tables: int64 [generations, 3]: number, address of EXPERT_FIELDS of each layer, number of layers
+    up to the last one with experts.
     records: int64 [room, RECORD_FIELDS], written per call.
     """
     peer_NF = carray(int64_at(peers), (count, PEER_FIELDS))
     record_NF = carray(int64_at(records), (room, RECORD_FIELDS))
     events = np.empty(_EVENTS * _EVENT_BYTES, np.int8)
-    calls, args = np.empty((count, CALL_FIELDS + 1), np.int64), np.empty(EXPERT_FIELDS, np.int64)
+    calls = np.empty((count, CALL_FIELDS + 1), np.int64)
+    args = np.empty(EXPERT_FIELDS + 1, np.int64)
     members, served, since_ns, spin_until_ns = np.empty(count, np.int64), 0, 0, now_ns() + spin_ns
     while True:
         is_idle = True
@@ -458,6 +470,7 @@ def serve_calls(
                 continue
             is_idle, start_ns, status = False, now_ns(), DECLINED
             since_ns = since_ns or start_ns
+            args[EXPERT_FIELDS] = 0
             M = _find_members(peer_NF, calls, n, priority, room - served, members)
             if _fits(peer_NF[n], calls[n]) and _find_experts(tables, generations, calls[n], args):
                 if M == 1:
@@ -469,7 +482,8 @@ def serve_calls(
                 done_ns = _reply(member, area, calls[member], status, start_ns, record)
                 served += 1
             spin_until_ns = done_ns + spin_ns
-            if served == room or done_ns - since_ns > SERVED_AT_ONCE_NS:
+            most_ns = SERVED_AT_END_NS if args[EXPERT_FIELDS] else SERVED_AT_ONCE_NS
+            if served == room or done_ns - since_ns > most_ns:
                 return served
         if is_idle:
             if wait_ms <= 0:

@@ -46,7 +46,7 @@ from kernels.row_ops import (
     scale_rows,
     write_rows,
 )
-from kernels.thread_pool import atomic_read
+from kernels.thread_pool import PartNumber, atomic_read, register_part, run_parts
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -411,3 +411,51 @@ def _add_sums(wide: bool, hidden: int, sums: Any, T: int, D: int) -> None:
         for i in range(D):
             row[i] += sums[t * D + i]
         write_numbers(wide, hidden + t * D * size, D, row)
+
+
+HEAD_FIELDS: Final = 9
+
+
+@compiled
+def _logits_part(args: int, begin: int, end: int) -> None:
+    """Write logits and best places of rows [begin, end) of the head's output (`finish_rows`)."""
+    wide, numbers, V, scale, logits, best = carray(int64_at(args), (6,))
+    factor, size = np.float32(float_of_bits(scale)), 4 if wide else 2
+    for r in range(begin, end):
+        row, place = carray(float32_at(logits + r * V * 4), (V,)), 0
+        read_numbers(wide != 0, numbers + r * V * size, V, row)
+        for v in range(V):
+            row[v] *= factor
+        for v in range(V):
+            if not row[v] <= row[place]:
+                place = v
+                if row[v] != row[v]:
+                    break
+        carray(int64_at(best), (end,))[r] = place
+
+
+_READ_LOGITS: Final = register_part(PartNumber.READ_LOGITS, _logits_part)
+
+
+@compiled
+def finish_rows(
+    pool: int, head: int, hidden: int, rows: int, R: int, logits: int, best: int
+) -> None:
+    """Write the logits of rows of hidden, float32 [R, V], and the place of each one's largest.
+
+    That of a NaN, if there is one. head: int64 arithmetic, D, V, kind of the norm, bits of eps and
+    of the logits' factor; addresses of the norm, the head and its bias. rows, best: int64 [R].
+    """
+    kind, D, V, norm_kind, eps, scale, norm, weight, bias = carray(int64_at(head), (HEAD_FIELDS,))
+    wide, rows_R = reads_float32(kind), carray(int64_at(rows), (R,))
+    size = 4 if wide else 2
+    x = np.empty(1 + R * D, np.float32)
+    numbers = np.empty(1 if wide else 1 + R * V // 2, np.float32)
+    x_at, numbers_at = address_of(x), logits if wide else address_of(numbers)
+    for r in range(R):
+        row, at = hidden + rows_R[r] * D * size, x_at + r * D * size
+        norm_rows(wide, norm_kind, row, D, norm, at, 1, D, float_of_bits(eps))
+    multiply(pool, kind, x_at, weight, bias, numbers_at, R, D, V)
+    args = np.array((np.int64(wide), numbers_at, V, scale, logits, best))
+    run_parts(pool, _READ_LOGITS, args, R, 1)
+    x[0] = numbers[0] = _ZERO  # they live until here

@@ -76,6 +76,7 @@ def _call_kernels() -> None:
     layer_ops.add_experts(0, nothing.ctypes.data)
     layer_ops.sum_experts(0, nothing.ctypes.data)
     layer_ops.decode_layers(*[0] * 8)
+    layer_ops.finish_rows(0, nothing.ctypes.data, *[0] * 5)
     tables = np.zeros(direct_calls.CALLER_FIELDS, np.int64)
     tables[6] = nothing.ctypes.data
     direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, 0, False, 0, 0)

@@ -182,6 +182,7 @@ class PartNumber(enum.IntEnum):
     ATTEND = 4
     ADVANCE = 5
     SELECT_TOKENS = 6
+    READ_LOGITS = 7
 
 
 PARTS: dict[PartNumber, Any] = {}

@@ -38,17 +38,22 @@ class TokenSampler:
     """
 
     def __init__(
-        self, logits_RV: torch.Tensor, sequences: SequenceOf[Sequence] | None = None
+        self,
+        logits_RV: torch.Tensor,
+        sequences: SequenceOf[Sequence] | None = None,
+        best: list[int] | None = None,
     ) -> None:
-        """sequences: of the rows, for a device; None: each row is sampled alone."""
+        """sequences: of the rows, for a device; None: each row is sampled alone.
+
+        best: place of each row's largest, or of a NaN, if it is known.
+        """
         self._logits_RV = logits_RV
         self._samples: list[RowSample] | None = None
         if sequences is not None and runs_on_device(logits_RV.device):
             self._samples = sample_on_device(logits_RV, sequences)
             return
-        peaks_R, best_R = logits_RV.max(-1)  # in a row with a NaN: the NaN
-        self._best: list[int] = best_R.tolist()
-        self._peaks: list[float] = peaks_R.tolist()
+        self._best: list[int] = best or logits_RV.argmax(-1).tolist()  # or a NaN's
+        self._numbers_RV = logits_RV.float().numpy()
 
     def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
         """Return the next token and, if requested, its log-probability under the model.
@@ -59,7 +64,8 @@ class TokenSampler:
             return _checked(self._samples[row])
         sampling = sequence.submit.sampling
         assert sampling is not None
-        token, peak = self._best[row], self._peaks[row]
+        token = self._best[row]
+        peak = float(self._numbers_RV[row, token])
         if not math.isfinite(peak):
             raise not_finite()
         logits_V = chosen_by_V = self._logits_RV[row]
@@ -182,8 +188,7 @@ class Finisher:
 
     def _compute(self, piece: list[_OutputRow], hidden_TD: torch.Tensor) -> _PieceLogits:
         """Compute what the rows share, without changing the sequences."""
-        rows_R = torch.tensor([item.row for item in piece], device=hidden_TD.device)
-        logits_RV = self._half.logits(hidden_TD[rows_R])
+        logits_RV, best_R = self._half.row_logits(hidden_TD, [item.row for item in piece])
         generating: list[int] = []
         rows_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for row, item in enumerate(piece):
@@ -197,8 +202,11 @@ class Finisher:
         for candidates, rows in rows_of.items():  # equal within a bulk job
             pairs = _candidate_scores(_rows(logits_RV, rows), candidates)
             scores.update(zip(rows, pairs, strict=True))
-        sequences = [piece[row].sequence for row in generating]
-        sampler = TokenSampler(_rows(logits_RV, generating), sequences) if generating else None
+        sampler = None
+        if generating:
+            sequences = [piece[row].sequence for row in generating]
+            best = None if best_R is None else best_R[generating].tolist()
+            sampler = TokenSampler(_rows(logits_RV, generating), sequences, best)
         places = {row: place for place, row in enumerate(generating)}
         return _PieceLogits(logits_RV, sampler, places, scores)
 

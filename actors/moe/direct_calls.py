@@ -88,6 +88,7 @@ class RemoteLayerDecoder(LayerDecoder):
         self._parts = parts
         self._clock = np.zeros((len(self._layers), CLOCK_FIELDS), np.int64)
         self._call = np.zeros(CALL_FIELDS + 1, np.int64)
+        self._row_bytes = self._x_TD[0].nbytes
         self._areas: tuple[CallArea, ...] = ()
         self._since_s = 0.0  # while it waits
         self._lease = 0  # while it waits
@@ -132,8 +133,8 @@ class RemoteLayerDecoder(LayerDecoder):
         if client is not None and not resumes:
             self._lease = client.begin_layer()
         times_ns = int(1e9 * WAIT_S), int(1e9 * self._parts.endpoint.spin_s)
-        tables = self._tables.ctypes.data, self._stop.ctypes.data
-        reached = decode_remote_layers(shared_pool(), *tables, first, last, resumes, *times_ns)
+        addresses = self._addresses
+        reached = decode_remote_layers(shared_pool(), *addresses, first, last, resumes, *times_ns)
         self._stop[0] = 0
         self._count(first, reached, len(hidden_TD), owner)
         done = DecodedLayers(self._stage_ends(first, reached))
@@ -175,6 +176,7 @@ class RemoteLayerDecoder(LayerDecoder):
         self._peers = np.zeros((ranks, PEER_FIELDS), np.int64)
         self._words: list[NDArray[np.int64]] = []
         self._areas = self._parts.endpoint.call_areas
+        self._transfers = [f"{name}>{self._parts.endpoint.name}" for name in topology.experts]
         choices = [slots[layer].choice for layer in spec.moe_layers]
         if any(isinstance(choice, RoundRobinChooser) for choice in choices):
             return
@@ -196,14 +198,15 @@ class RemoteLayerDecoder(LayerDecoder):
         self._local_RS = _local_indices(bounds)
         self._places = np.array([row.ctypes.data for row in self._local_RS])
         self._choose_among(slots)
-        shape = spec.num_layers, ranks
-        self._sent, self._answered = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._sent = np.zeros((spec.num_layers, ranks, 2), np.int64)
+        self._answered = np.zeros((spec.num_layers, ranks), np.int64)
         self._sent_rows = np.zeros((ranks, self._most_rows), np.int64)
         tables = (
             self._layers, self._batches, self._choices, self._places, self._peers, self._call,
             self._sent, self._sent_rows, self._answered, self._clock,
         )  # fmt: skip
         self._tables = np.array([ranks, *(table.ctypes.data for table in tables)])
+        self._addresses = self._tables.ctypes.data, self._stop.ctypes.data
 
     def _choose_among(self, slots: Sequence[LayerSlots]) -> None:
         """Make the tables by which the call chooses the slot of each pair."""
@@ -216,9 +219,10 @@ class RemoteLayerDecoder(LayerDecoder):
                 sets, slots_E = placed.choice.sets_E.ctypes.data, placed.choice.slot_ER
             else:
                 sets, slots_E = 0, placed.of_pairs(np.arange(experts)).astype(np.int64)
-            self._chosen.append(slots_E)
-            result = self._slots_LTK[layer].ctypes.data
-            self._choices[layer] = experts, sets, slots_E.ctypes.data, result
+            pairs_S = self._parts.counts.pairs_of(layer, placed)
+            self._chosen += slots_E, pairs_S
+            results = self._slots_LTK[layer].ctypes.data, pairs_S.ctypes.data
+            self._choices[layer] = experts, sets, slots_E.ctypes.data, *results
 
     def _can_call(self) -> bool:
         """Return whether all ranks serve calls, and none computes one that was given up."""
@@ -228,33 +232,29 @@ class RemoteLayerDecoder(LayerDecoder):
 
     def _count(self, first: int, reached: int, rows: int, owner: CallOwner) -> None:
         """Record the routing of complete layers, and their transfers."""
-        endpoint, counts, sample = self._parts.endpoint, self._parts.counts, self._parts.sample
-        pairs, timeline = rows * self._half.spec.top_k, self._parts.timeline
-        row_bytes = int(self._sent[first:reached].sum()) * self._x_TD[0].nbytes
-        routed = [layer for layer in range(first, reached) if self._half.spec.is_moe(layer)]
-        pair_bytes = len(routed) * pairs * _PAIR_BYTES
-        endpoint.count_bytes(row_bytes + pair_bytes, row_bytes)
-        ids_LN = self._ids_LTK.view(len(self._layers), -1)[:, :pairs].numpy()
-        slots_LN = self._slots_LTK.reshape(len(self._layers), -1)[:, :pairs]
-        if routed:
-            sent_LR, slots = self._sent[routed], self._topology.slots
-            counts.add_direct(routed, rows, slots_LN[routed], sent_LR, slots)
+        sample, top_k = self._parts.sample, self._half.spec.top_k
+        sent_R2 = self._sent[first:reached].sum(0)
+        copies, pairs = sent_R2.sum(0).tolist()
+        row_bytes = copies * self._row_bytes
+        self._parts.endpoint.count_bytes(row_bytes + pairs * _PAIR_BYTES, row_bytes)
+        self._parts.counts.add_direct(pairs // top_k, sent_R2)
         if sample is not None:
-            for layer in routed:
+            ids_LN = self._ids_LTK.view(len(self._layers), -1)[:, : rows * top_k].numpy()
+            for layer in filter(self._half.spec.is_moe, range(first, reached)):
                 sample.routed((owner.batch, owner.micro_batch), ids_LN[layer].reshape(rows, -1))
-        if timeline.keeps:
-            self._add_transfers(routed, owner)
+        if self._parts.timeline.keeps:
+            self._add_transfers(range(first, reached), owner)
 
     def _add_transfers(self, layers: Sequence[int], owner: CallOwner) -> None:
-        names = [f"{expert}>{self._parts.endpoint.name}" for expert in self._topology.experts]
         arrived_s = (1e-9 * self._clock[:, -1]).tolist()
-        sent, answered_s = self._sent.tolist(), (1e-9 * self._answered).tolist()
+        sent, answered_s = self._sent[:, :, 0].tolist(), (1e-9 * self._answered).tolist()
         for layer in layers:
             for rank, rows in enumerate(sent[layer]):
                 if rows:
                     times_s = answered_s[layer][rank], arrived_s[layer]
                     task = owner.batch, layer, owner.micro_batch, 0, rows
-                    self._parts.timeline.add(TaskSpan(names[rank], Stage.E2A, *times_s, *task))
+                    span = TaskSpan(self._transfers[rank], Stage.E2A, *times_s, *task)
+                    self._parts.timeline.add(span)
 
 
 def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -299,7 +299,7 @@ class CallServer:
         self._halves = dict(halves)  # whose memory the tables point to
         self._tables = [_expert_table(half) for half in halves.values()]
         numbered = zip(halves, self._tables, strict=True)
-        rows = [(number, table.ctypes.data, len(table)) for number, table in numbered]
+        rows = [(number, table.ctypes.data, _layers(table)) for number, table in numbered]
         self._generations = np.array(rows, np.int64).reshape(-1, 3)
 
     def close(self) -> None:
@@ -354,6 +354,11 @@ class CallServer:
             place = layout.place(area.memory.data_ptr())
             entry[:] = *place, most_rows(spec), RUN_PAIRS
             area.memory[READY] = 1
+
+
+def _layers(table: NDArray[np.int64]) -> int:
+    """Return the number of layers up to the last one with experts."""
+    return 1 + int(np.flatnonzero(table.any(1)).max(initial=-1))
 
 
 def _expert_table(half: ExpertHalf) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ from actors.channels.endpoint import Endpoint
 from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from kernels.steps import Steps, add_tiled, row_tiles
-from planner.placement.slots import ExpertPlacement, LayerSlots
+from planner.placement.slots import LayerSlots
 
 Rows = tuple[NDArray[np.int64] | None, NDArray[np.int32]]  # rows_U and index_N
 
@@ -260,16 +260,13 @@ class _LayerPairs:
         experts = len(placed.slots_of_expert)
         self.placed = placed
         self._before_E = np.zeros(experts, np.int64) if before is None else before.totals()
-        self._pairs_S = np.zeros(placed.count, np.int64)
-        self.pairs_of_ranks = [self._pairs_S[low:high] for low, high in placed.bounds]
-
-    def add(self, pairs_S: NDArray[np.int64]) -> None:
-        self._pairs_S += pairs_S
+        self.pairs_S = np.zeros(placed.count, np.int64)
+        self.pairs_of_ranks = [self.pairs_S[low:high] for low, high in placed.bounds]
 
     def totals(self) -> NDArray[np.int64]:
         """Return the pairs of each expert so far, [E]."""
         pairs_E = self._before_E.copy()
-        np.add.at(pairs_E, self.placed.expert_of_slot, self._pairs_S)
+        np.add.at(pairs_E, self.placed.expert_of_slot, self.pairs_S)
         return pairs_E
 
 
@@ -298,24 +295,16 @@ class DispatchCounts:
             self.pairs_R[piece.rank] += len(piece.index_N)
             known.pairs_of_ranks[piece.rank] += piece.counts_e
 
-    def add_direct(
-        self,
-        layers: Sequence[int],
-        tokens: int,
-        slots_LN: NDArray[np.int64],
-        rows_LR: NDArray[np.int64],
-        slots: ExpertPlacement,
-    ) -> None:
-        """Count the direct calls of some layers: rows of each rank, and the slots of all pairs."""
-        self.tokens += tokens * len(layers)
-        self.copies += int(rows_LR.sum())
-        L, S = len(layers), slots.layer(layers[0]).count
-        places_LN = slots_LN + S * np.arange(L)[:, None]
-        pairs_LS = np.bincount(places_LN.ravel(), minlength=L * S).reshape(L, S)
-        for layer, pairs_S in zip(layers, pairs_LS, strict=True):
-            self._pairs_of(layer, slots.layer(layer)).add(pairs_S)
-        for rank, (low, high) in enumerate(slots.layer(layers[0]).bounds):
-            self.pairs_R[rank] += int(pairs_LS[:, low:high].sum())
+    def add_direct(self, tokens: int, sent_R2: NDArray[np.int64]) -> None:
+        """Count direct calls, which count `pairs_of` themselves: rows and pairs of each rank."""
+        self.tokens += tokens
+        for rank, (rows, pairs) in enumerate(sent_R2.tolist()):
+            self.copies += rows
+            self.pairs_R[rank] += pairs
+
+    def pairs_of(self, layer: int, placed: LayerSlots) -> NDArray[np.int64]:
+        """Return the pairs of each slot under a placement so far, to which direct calls add."""
+        return self._pairs_of(layer, placed).pairs_S
 
     def add_totals(
         self,

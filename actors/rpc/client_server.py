@@ -1,11 +1,13 @@
 """The socket on which an attention rank receives requests and sends answers.
 
-An asyncio loop on its own thread does the I/O. The rank's loop exchanges whole messages with it
-through two queues, so that a slow client never delays a layer.
+An asyncio loop on its own thread receives messages, and sends what a socket does not take at once,
+so that a slow client never delays a layer.
 """
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -53,6 +55,45 @@ class ClientMessage(NamedTuple):
     message: ToRank | ClientJoined | None
 
 
+class _Client:
+    """A connected client. Its frames are sent at once, unless earlier ones wait.
+
+    Waking the I/O thread for each frame would take longer than the system call.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._socket: socket.socket = writer.get_extra_info("socket").dup()
+        self._lock = threading.Lock()
+        self._queued, self._is_buffered = 0, False  # parts for `write`, and in the transport
+
+    def send(self, frame: bytes) -> bytes:
+        """Send a frame, and return the part that is left for `write`. Thread-safe."""
+        with self._lock:
+            if not self._queued and not self._is_buffered:
+                with contextlib.suppress(OSError):  # full, or closed, as the reader will notice
+                    frame = frame[self._socket.send(frame) :]
+            self._queued += bool(frame)
+        return frame
+
+    def write(self, part: bytes) -> None:
+        transport = self._writer.transport
+        with self._lock:
+            if transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+                transport.abort()
+            if not transport.is_closing():
+                self._writer.write(part)
+                self._queued -= 1
+                self._is_buffered = transport.get_write_buffer_size() > 0
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+
 class ClientServer:
     """Serves authenticated clients. `wake` runs after each message; heartbeats check `watch`."""
 
@@ -64,7 +105,7 @@ class ClientServer:
         self._wake = wake
         self._watch = watch
         self._inbox: deque[ClientMessage] = deque()
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._connected: dict[int, _Client] = {}
         self._next_client = 0
         self._state: RankState | None = None
         self._loop = asyncio.new_event_loop()
@@ -90,7 +131,7 @@ class ClientServer:
         return messages
 
     def send(self, client: int, events: Events) -> None:
-        """Queue events, in order, as one or more frames; dropped if the client is gone."""
+        """Send events, in order, as one or more frames; dropped if the client is gone."""
         try:
             frames = event_frames(events.items, MAX_FRAME_BYTES)
         except ChannelError as error:
@@ -98,7 +139,7 @@ class ClientServer:
             self._call(self._drop, client)
             return
         for frame in frames:
-            self._call(self._write, client, frame)
+            self._send_frame(client, frame)
 
     def publish(self, state: RankState) -> None:
         """Set the state that clients receive: now if health or draining changed, else later.
@@ -137,8 +178,8 @@ class ClientServer:
     def _send_state(self) -> None:
         if self._state is not None:
             frame = self._state_frame(self._state)
-            for client in list(self._writers):
-                self._write(client, frame)
+            for client in list(self._connected):
+                self._send_frame(client, frame)
 
     def _state_frame(self, state: RankState) -> bytes:
         problem = self._watch.problem
@@ -156,10 +197,10 @@ class ClientServer:
     ) -> None:
         """Forward a client's messages until its connection ends."""
         client, self._next_client = self._next_client, self._next_client + 1
-        self._writers[client] = writer
-        self._put(client, ClientJoined())
+        connected = self._connected[client] = _Client(writer)
         if self._state is not None:
-            self._write(client, self._state_frame(self._state))
+            self._send_frame(client, self._state_frame(self._state))
+        self._put(client, ClientJoined())
         try:
             while True:
                 body = await read_frame(reader, MAX_FRAME_BYTES)
@@ -167,7 +208,8 @@ class ClientServer:
         except (OSError, EOFError, *FRAME_ERRORS):
             pass  # a broken connection or a malformed frame
         finally:
-            self._writers.pop(client, None)
+            del self._connected[client]
+            connected.close()
             self._put(client, None)
 
     def _put(self, client: int, message: ToRank | ClientJoined | None) -> None:
@@ -175,18 +217,14 @@ class ClientServer:
         self._wake()
 
     def _drop(self, client: int) -> None:
-        writer = self._writers.get(client)
-        if writer is not None:
-            writer.transport.abort()
+        connected = self._connected.get(client)
+        if connected is not None:
+            connected.abort()
 
-    def _write(self, client: int, frame: bytes) -> None:
-        writer = self._writers.get(client)
-        if writer is None or writer.is_closing():
-            return
-        if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
-            writer.transport.abort()
-            return
-        writer.write(frame)
+    def _send_frame(self, client: int, frame: bytes) -> None:
+        connected = self._connected.get(client)
+        if connected is not None and (part := connected.send(frame)):
+            self._call(connected.write, part)
 
 
 def _urgent_state(state: RankState) -> tuple[bool, bool]:

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +19,18 @@ from torch.nn import functional
 
 from contracts.errors import CheckpointError
 from kernels.attention import AttentionPlan, plan_attention, plan_on_device
+from kernels.compiled import bits_of
+from kernels.device import runs_on_device
 from kernels.experts import swiglu
 from kernels.fused_ops import layer_norm, rms_norm
+from kernels.layer_ops import finish_rows
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.pages import Seen, split_keys
 from kernels.row_ops import LAYER_NORM
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
+from kernels.thread_pool import shared_pool
 from models.decoder.attention import (
     CompiledDecode,
     DecodeNeighbors,
@@ -47,6 +52,7 @@ from models.weights.checkpoint import Checkpoint
 from models.weights.loading import Loader, Progress, total_bytes
 
 _CALL_ELEMENTS = 1 << 25  # of states that a call changes: a few milliseconds
+_KNOWN_POSITIONS = 1 << 14  # whose cos and sin are kept on the CPU
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +61,13 @@ class AttentionOutput:
 
     hidden_TD: Tensor
     routed: RoutedTokens | None
+
+
+class RowLogits(NamedTuple):
+    """Logits of rows, float32 [R, V], and the places of their largest; None: not computed."""
+
+    logits_RV: Tensor
+    best_R: NDArray[np.int64] | None
 
 
 class _Mlp:
@@ -102,7 +115,7 @@ class _Layer:
         self.neighbors = DecodeNeighbors(
             self.attention_norm,
             self.mlp_norm,
-            LAYER_NORM if spec.family.layer_norm else int(spec.family.norm_rounds_once),
+            _norm_kind(spec),
             router or (0,) * 6,
             0 if mlp is None or mlp.decode_fields is None else mlp.decode_fields.ctypes.data,
             0 if self.mlp_out_norm is None else self.mlp_out_norm.data_ptr(),
@@ -128,6 +141,11 @@ def _mixer(
     return kind(spec, layer, loader)
 
 
+def _norm_kind(spec: ModelSpec) -> int:
+    """Return the kind of `norm_rows`."""
+    return LAYER_NORM if spec.family.layer_norm else int(spec.family.norm_rounds_once)
+
+
 def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
     """Return the weight of a norm [D], or weight and bias [2D] of a LayerNorm."""
     roles = [role, f"{role}_bias"] if f"{role}_bias" in weight_specs else [role]
@@ -147,6 +165,12 @@ class AttentionHalf:
         head = loader.load(outer["head"]) if "head" in outer else self.embedding_VD
         bias = loader.load(outer["head_bias"]) if "head_bias" in outer else None
         self._head = PackedLinear(head, bias)
+        self._head_fields: NDArray[np.int64] | None = None  # of `finish_rows`
+        if self._head.kind is not None:
+            sizes, numbers = reversed(self._head.shape), (spec.rms_norm_eps, spec.logits_scale)
+            norm = _norm_kind(spec), *map(bits_of, numbers), self._final_norm.data_ptr()
+            fields = self._head.kind, *sizes, *norm, *self._head.addresses
+            self._head_fields = np.array(fields, np.int64)
         loader.finish_layer()
         self._layers: list[_Layer] = []
         for layer in range(spec.num_layers):
@@ -158,6 +182,8 @@ class AttentionHalf:
         self._angles = {
             rope: _angles(spec, rope, device) for rope in self.layers_by_rope if rope is not None
         }
+        known = 0 if runs_on_device(device) else min(_KNOWN_POSITIONS, spec.max_context_tokens)
+        self._known_turns, self._known = self._turns(torch.arange(known)), known
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
         chunked = spec.family.windows == "chunks"
         self.seen_keys = {
@@ -212,14 +238,24 @@ class AttentionHalf:
                 sequences, sparse = split_at(batch.sequences, self.spec.indexer.top_k)
             plans = {window: self._plan(batch, sequences, window) for window in self._windows}
             others = self._query_scale(batch.positions_T), self._plan_recurrence(batch), sparse
-            batch.metadata = AttentionMetadata(self._cos_sin(batch.positions_T), plans, *others)
+            batch.metadata = AttentionMetadata(self._cos_sin(batch), plans, *others)
         return batch.metadata
 
-    def _cos_sin(self, positions_T: Tensor) -> dict[RopeSpec | None, tuple[Tensor, Tensor]]:
-        found: dict[RopeSpec | None, tuple[Tensor, Tensor]] = {
+    def _turns(self, positions_T: Tensor) -> dict[RopeSpec | None, tuple[Tensor, Tensor]]:
+        return {
             rope: cos_sin(positions_T, inv_freq, factor=factor, dtype=self.dtype)
             for rope, (inv_freq, factor) in self._angles.items()
         }
+
+    def _cos_sin(self, batch: AttentionBatch) -> dict[RopeSpec | None, tuple[Tensor, Tensor]]:
+        positions_T = batch.positions_T
+        if max(seq.context for seq in batch.sequences) > self._known:
+            found = self._turns(positions_T)
+        else:  # MKL's cos would wake threads for a few rows
+            found = {
+                rope: (cos.index_select(0, positions_T), sin.index_select(0, positions_T))
+                for rope, (cos, sin) in self._known_turns.items()
+            }
         if None in self.layers_by_rope:
             pairs = (self.spec.rope_dim if self.spec.latent else self.spec.head_dim) // 2
             ones = torch.ones(
@@ -265,7 +301,7 @@ class AttentionHalf:
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
-        hidden_TD = functional.embedding(batch.token_ids_T, self.embedding_VD)
+        hidden_TD = torch.embedding(self.embedding_VD, batch.token_ids_T)
         scale = self.spec.embedding_scale
         return hidden_TD if scale == 1.0 else hidden_TD.mul_(scale)
 
@@ -397,14 +433,6 @@ class AttentionHalf:
         """Return whether a batch has few sequences with one new token each."""
         return all(decodes_at_once(batch, plan) for plan in self.prepare(batch).plans.values())
 
-    def entries(self, batch: AttentionBatch) -> list[int]:
-        """Return the address of the entries of `attend` for each layer."""
-        plans = self.prepare(batch).plans
-        tables = {
-            window: plan.rows.table.ctypes.data for window, plan in plans.items() if plan.rows
-        }
-        return [tables[window] for window in self.spec.sliding_windows]
-
     def router(self, layer: int) -> ExpertRouter | None:
         """Return the router of a layer, or None if it is dense."""
         mlp = self._layers[layer].mlp
@@ -431,6 +459,18 @@ class AttentionHalf:
         x_RD = self._norm(hidden_RD, self._final_norm)
         logits_RV = self._head(x_RD).float()
         return logits_RV if self.spec.logits_scale == 1.0 else logits_RV * self.spec.logits_scale
+
+    def row_logits(self, hidden_TD: Tensor, rows: Sequence[int]) -> RowLogits:
+        """Return `logits` of some rows; on the CPU in one call, with the places of the largest."""
+        if self._head_fields is None or not hidden_TD.is_contiguous():
+            rows_R = torch.tensor(rows, device=hidden_TD.device)
+            return RowLogits(self.logits(hidden_TD[rows_R]), None)
+        numbers_R, best_R = np.array(rows), np.empty(len(rows), np.int64)
+        logits_RV = torch.empty((len(rows), self._head.shape[0]))
+        fields, chosen, best = (each.ctypes.data for each in (self._head_fields, numbers_R, best_R))
+        hidden, logits = hidden_TD.data_ptr(), logits_RV.data_ptr()
+        finish_rows(shared_pool(), fields, hidden, chosen, len(rows), logits, best)
+        return RowLogits(logits_RV, best_R)
 
     def _norm_tiles(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
         return map_tiles(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)

@@ -24,7 +24,10 @@ from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_loading import ExpertLayer
 from models.experts.router import RoutedTokens
+from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
+
+_Kind = tuple[RopeSpec | None, int | None]  # rope and window of a layer
 
 
 class CallOwner(NamedTuple):
@@ -52,6 +55,13 @@ def most_rows(spec: ModelSpec) -> int:
     return RUN_PAIRS // spec.top_k
 
 
+def _places(kinds: Sequence[_Kind]) -> list[tuple[_Kind, slice | list[int]]]:
+    """Return the layers of each kind; if all are alike, as a slice, which is indexed faster."""
+    if len(set(kinds)) == 1:
+        return [(kinds[0], slice(None))]
+    return [(kind, [n for n, one in enumerate(kinds) if one == kind]) for kind in set(kinds)]
+
+
 class LayerDecoder(abc.ABC):
     """Tables of a call with a row for each layer, and room for its results.
 
@@ -71,6 +81,8 @@ class LayerDecoder(abc.ABC):
         self._half, self._kv, self._layers = half, kv, table
         self._stop = np.zeros(1, np.int64)
         self._most_rows = most_rows(spec)
+        kinds = list(map(spec.rope_of, range(L))), spec.sliding_windows
+        self._kinds = _places(list(zip(*kinds, strict=True)))
         self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
         self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
         self._weights_TK = torch.empty((self._most_rows, spec.top_k))
@@ -115,11 +127,13 @@ class LayerDecoder(abc.ABC):
 
     def _fill(self, hidden_TD: Tensor, batch: AttentionBatch) -> None:
         metadata = self._half.prepare(batch)
-        self._batches[:, :2] = len(hidden_TD), hidden_TD.data_ptr()
-        self._batches[:, 4] = batch.slots_T.data_ptr()
-        self._batches[:, 5] = self._half.entries(batch)
-        for rope, layers in self._half.layers_by_rope.items():
-            self._batches[layers, 2:4] = [each.data_ptr() for each in metadata.angles[rope]]
+        rows, slots = (batch.num_tokens, hidden_TD.data_ptr()), batch.slots_T.data_ptr()
+        for (rope, window), layers in self._kinds:
+            cos, sin = metadata.angles[rope]
+            entries = metadata.plans[window].rows
+            assert entries is not None
+            address = entries.table.ctypes.data
+            self._batches[layers, :6] = *rows, cos.data_ptr(), sin.data_ptr(), slots, address
             self._batches[layers, 15] = metadata.query_factors(rope)
 
     def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:

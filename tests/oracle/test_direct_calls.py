@@ -140,7 +140,7 @@ def test_replicas_are_those_that_packets_choose(
                 ]
             answers = [client.generated(each) for each in requests]
             counts = decoder._parts.counts
-            pairs = [each._pairs_S.tolist() for each in counts._layers.values()]
+            pairs = [each.pairs_S.tolist() for each in counts._layers.values()]
             found.append((answers, counts.tokens, counts.copies, counts.pairs_R, pairs))
             assert not is_direct or max(calls_of(worker)) > 40
     assert found[0] == found[1]
