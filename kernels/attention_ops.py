@@ -155,11 +155,11 @@ def _attend_part(args: int, begin: int, end: int) -> None:
             _turn_keys(key_rows, count, keys)
             panels, at, more_at = -(-count // LANES), address_of(scores), address_of(more)
             keys_at, values_at = address_of(keys), address_of(values)
-            for row_0 in range(first, last, TILE_ROWS):
-                used, q_at = min(TILE_ROWS, last - row_0), address_of(queries[row_0:])
+            for base in range(first, last, TILE_ROWS):
+                used, q_at = min(TILE_ROWS, last - base), address_of(queries[base:])
                 multiply_block(0, q_at, q_step, used, keys_at, d, panels, at, s_step)
                 for row in range(used):
-                    n = row_0 + row
+                    n = base + row
                     newest = position + n // R - tile
                     oldest = max(0, newest + 1 - window) if window else 0
                     stop = min(TILE_KEYS, newest + 1)
@@ -171,7 +171,7 @@ def _attend_part(args: int, begin: int, end: int) -> None:
                 )
                 for row in range(used):
                     for i in range(sums.shape[1]):
-                        sums[row_0 + row, i] = sums[row_0 + row, i] * fades[row] + more[row, i]
+                        sums[base + row, i] = sums[base + row, i] * fades[row] + more[row, i]
             tile += TILE_KEYS
         for n in range(rows * R):
             for i in range(dv):

@@ -6,10 +6,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from actors.batching.batch_builder import ScheduledBatch
-from actors.batching.sequence import Sequence
 from actors.rpc.client_server import ClientMessage
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -17,6 +15,10 @@ from contracts.errors import ChannelError
 from contracts.logs import Line, log_lines
 from contracts.messages import Event, Submit
 from contracts.traces import MAX_NAMES, BatchSpan
+
+if TYPE_CHECKING:  # the planner's process has neither, nor torch
+    from actors.batching.batch_builder import ScheduledBatch
+    from actors.batching.sequence import Sequence
 
 
 class LoopControl(Protocol):

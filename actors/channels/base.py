@@ -20,14 +20,16 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import torch
 
 from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
+
+if TYPE_CHECKING:  # the launcher's process knows packets, but no torch
+    import torch
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -106,6 +108,8 @@ def connection_closed(peer: str) -> PeerDeadError:
 @functools.cache
 def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype named `name`. Raises ChannelError."""
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ChannelError(f"{name!r} is not a dtype of torch")

@@ -2,19 +2,16 @@
 
 import msgspec
 import numpy as np
-import torch
 
-from models.decoder.attention import kv_elements
 from models.prediction.routing_counts import RoutingCounts
-from models.spec.model import ModelSpec
+from models.spec.model import ModelSpec, kv_elements
 from models.weights import layout
-from models.weights.loading import total_bytes
 from planner.costs.model_shape import LatentShape, ModelShape
 from planner.placement.routing import LayerRouting, TokenCounts
 
 
-def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
-    """Return the shape of `spec` with weights and activations of `dtype`."""
+def shape_of(spec: ModelSpec, element_bytes: int) -> ModelShape:
+    """Return the shape of `spec`. element_bytes: of weights and activations."""
     first = spec.num_layers - 1 if 0 in spec.recurrent_layers else 0
     matrices = [weight_spec for weight_spec in layout.mixer_tensors(spec, first).values()
                 if len(weight_spec.shape) == 2]  # fmt: skip
@@ -45,8 +42,8 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         num_shared_experts=spec.num_shared_experts,
         shared_elements=3 * spec.hidden_size * spec.shared_ffn_size,
         vocab_size=spec.vocab_size,
-        element_bytes=dtype.itemsize,
-        attention_rank_bytes=total_bytes(layout.attention_half_tensors(spec), dtype),
+        element_bytes=element_bytes,
+        attention_rank_bytes=layout.total_bytes(layout.attention_half_tensors(spec), element_bytes),
         dense_elements=dense_layers * 3 * spec.hidden_size * spec.dense_ffn_size,
         latent=latent,
     )

@@ -61,7 +61,6 @@ from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
-from models.weights.loading import total_bytes
 from planner.placement.slots import ExpertPlacement, contiguous
 
 BLOCK_TOKENS = 16
@@ -312,7 +311,8 @@ def check_memory(
 ) -> None:
     """Raise ResourceError if weights and pool exceed the free memory."""
     experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
-    needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
+    weights = layout.attention_half_tensors(spec)
+    needed = experts * dtype.itemsize + layout.total_bytes(weights, dtype.itemsize)
     needed += pool_tokens * kv_bytes_per_token(spec, dtype)
     memory = GpuMemory.of(device)
     available = available_bytes() if memory is None else memory.free_bytes()

@@ -230,6 +230,7 @@ class ExpertLoop(RankLoop):
     def problem(self) -> str:
         return self._endpoint.stall_reason
 
+    @torch.inference_mode()
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
             self.server.step(IDLE_POLL_S)

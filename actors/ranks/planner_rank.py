@@ -51,7 +51,7 @@ from contracts.planner_messages import (
 from contracts.ranks import Group, RankReady, RankSpec
 from contracts.traces import Stage, TaskSpan
 from models.spec.model import ModelSpec
-from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import check_checkpoint, element_bytes
 from planner.costs.model_shape import count_tokens
 from planner.online.capacity import Traffic, capacity
 from planner.online.models import OnlineSetup
@@ -332,7 +332,7 @@ def _only_ranks(remote: Remote) -> bytes:
 def _setup(spec: RankSpec, model: ModelSpec) -> OnlineSetup:
     config = spec.config
     return OnlineSetup(
-        shape=shape_of(model, resolve_dtype(model, config.model.dtype)),
+        shape=shape_of(model, element_bytes(model, config.model.dtype)),
         attention_ranks=spec.attention_ranks,
         expert_ranks=spec.expert_ranks,
         max_batch_tokens=config.schedule.max_batch_tokens,

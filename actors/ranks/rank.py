@@ -14,12 +14,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Final, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from actors.batching.observer import LoopControl, Observer
-from actors.channels.endpoint import Endpoint
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline, channel_bytes
 from contracts.clock import Clock, monotonic_s
@@ -28,6 +25,9 @@ from contracts.logs import event
 from contracts.plan import Plan
 from contracts.ranks import DRAINED, RankReady, RankSpec, RankStatus
 from contracts.traces import RankTrace, TaskSpan
+
+if TYPE_CHECKING:  # the planner's process has no endpoint, nor torch
+    from actors.channels.endpoint import Endpoint
 
 SETTLING_S: Final = 1.0  # time in which a new link may be missing among the peers
 
@@ -371,8 +371,7 @@ class Rank:
     def _run(self) -> None:
         """Run the loop; any exception fails the rank with its name."""
         try:
-            with torch.inference_mode():
-                self.loop.run(self._stopping)
+            self.loop.run(self._stopping)
         except BaseException as error:  # noqa: BLE001 - logged, with its traceback
             self._failure = f"{self.spec.name} failed: {type(error).__name__}: {error}"
             event(log, "rank_failed", logging.CRITICAL, error, reason=self._failure)

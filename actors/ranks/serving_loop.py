@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from llguidance import LLTokenizer
 
 from actors.batching.admission import RankAdmission
@@ -81,6 +82,7 @@ class ServingLoop(RankLoop):
     def problem(self) -> str:
         return self.reason or self._watch.problem
 
+    @torch.inference_mode()
     def run(self, stopping: threading.Event) -> None:
         self.publish_state()
         for observer in self._observers:

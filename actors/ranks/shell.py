@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from actors.channels.local_process import own_identity
-from actors.ranks.attention_rank import attention_rank
-from actors.ranks.expert_rank import ExpertLoop, expert_rank
-from actors.ranks.planner_rank import planner_rank
-from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank, on_sigterm
 from contracts.errors import LaunchError
 from contracts.interpreter import freeze_heap, watch_interpreter
@@ -22,12 +18,29 @@ from contracts.traces import RankTrace, TaskSpan
 
 DRAIN_GRACE_S = 5.0  # for a loop in a long step
 
-RANK_FACTORIES: dict[Group, Callable[[RankSpec], Rank]] = {
-    Group.ATTENTION: attention_rank,
-    Group.EXPERT: expert_rank,
-    Group.PREFILL: prefill_rank,
-    Group.PLANNER: planner_rank,
-}
+if TYPE_CHECKING:
+    from actors.ranks.expert_rank import ExpertLoop
+
+
+def _make_rank(spec: RankSpec) -> Rank:
+    """Import what only this kind of rank needs: a launcher and a planner load no torch."""
+    match spec.group:
+        case Group.ATTENTION:
+            from actors.ranks.attention_rank import attention_rank
+
+            return attention_rank(spec)
+        case Group.EXPERT:
+            from actors.ranks.expert_rank import expert_rank
+
+            return expert_rank(spec)
+        case Group.PREFILL:
+            from actors.ranks.prefill_rank import prefill_rank
+
+            return prefill_rank(spec)
+        case Group.PLANNER:
+            from actors.ranks.planner_rank import planner_rank
+
+            return planner_rank(spec)
 
 
 class WorkerShell:
@@ -38,7 +51,7 @@ class WorkerShell:
 
     def prepare(self, spec: RankSpec) -> RankReady:
         """Make the rank: load weights and listen."""
-        self._rank = RANK_FACTORIES[spec.group](spec)
+        self._rank = _make_rank(spec)
         return msgspec.structs.replace(
             self._rank.ready,
             process_identity=own_identity(),
@@ -98,6 +111,8 @@ class WorkerShell:
 
     @property
     def _experts(self) -> ExpertLoop:
+        from actors.ranks.expert_rank import ExpertLoop
+
         loop = self._made.loop
         if not isinstance(loop, ExpertLoop):
             raise LaunchError(f"{self._made.spec.name} is no expert rank: it has no placement")

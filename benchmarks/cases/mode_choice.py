@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from actors.planning.planner_inputs import shape_of
 from benchmarks.cases.shared_load import WORKERS, Arrival, Workers, running
 from benchmarks.harness import Measured, Table, documented_case, table_of
@@ -104,7 +102,7 @@ def agreement(found: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> Measured:
     with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
-        flops_of = work_of(shape_of(read_spec(folder), torch.float32))
+        flops_of = work_of(shape_of(read_spec(folder), 4))
         groups = {n: stack.enter_context(running(folder, n, how)) for n, how in GROUPS.items()}
         found = measured_mixes(groups, flops_of, options)
     summary = {}

@@ -36,7 +36,7 @@ from cluster.serving.ray_session import ray_session
 from cluster.tools.plots import draw_gantt
 from contracts.loading import load_config
 from models.spec.model import read_spec
-from models.weights.checkpoint import resolve_dtype
+from models.weights.checkpoint import element_bytes
 
 MODELS: dict[str, dict[str, Any]] = {
     "medium": MEDIUM,
@@ -135,7 +135,7 @@ async def _run_on(
 ) -> list[tuple[PointRun, Pictured]]:
     client, batches = await batch_runner(fleet)
     spec = read_spec(path)
-    runner = PointRunner(batches, shape_of(spec, resolve_dtype(spec, setting.dtype)))
+    runner = PointRunner(batches, shape_of(spec, element_bytes(spec, setting.dtype)))
     done = []
     for rate in dict.fromkeys(point.megabits_per_s for point in points):
         setting.nodes.limit_rate(rate)

@@ -162,7 +162,9 @@ async def _measure(
     ours, theirs = RoutedPrefill(group, folder, config, dtype), TheirPrefill(folder, dtype)
     await ours.start()
     pids = [os.getpid(), *(process.pid for process in group.processes.values())]
-    bench = Bench(ours, theirs, folder, flops_work(shape_of(read_spec(folder), dtype)), pids)
+    bench = Bench(
+        ours, theirs, folder, flops_work(shape_of(read_spec(folder), dtype.itemsize)), pids
+    )
     results, used = {}, 0
     for name, rows in works.items():
         tried_s, samples = await bench.choose(rows), []

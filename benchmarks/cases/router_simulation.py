@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from actors.planning.planner_inputs import shape_of
 from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
@@ -180,7 +178,7 @@ class Simulation:
 
 def qwen3_235b() -> ModelShape:
     """In bfloat16, from the published configuration."""
-    return shape_of(spec_from(ConfigFields(Path("config.json"), QWEN3_235B)), torch.bfloat16)
+    return shape_of(spec_from(ConfigFields(Path("config.json"), QWEN3_235B)), 2)
 
 
 def _calibration(machine: Machine, flops: RequestWork) -> Calibration:

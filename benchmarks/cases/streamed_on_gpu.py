@@ -137,7 +137,7 @@ class Bench:
             "streamed": Worker("streamed", self.model, kv, self.copying),
         }
         self.layer_bytes = self.model.layout.num_bytes(self.spec.num_experts)
-        self.work = flops_work(shape_of(self.spec, self.dtype))
+        self.work = flops_work(shape_of(self.spec, self.dtype.itemsize))
 
     def rows(self, tokens: int, *, seed: int) -> list[list[int]]:
         """Of `row_tokens` each, in all about `tokens`; at least one, at most `most_rows`."""

@@ -12,7 +12,6 @@ from models.decoder.attention import kv_bytes_per_token
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights import layout as weights
-from models.weights.loading import total_bytes
 
 Samples = dict[str, dict[str, list[dict[str, Any]]]]
 ON_DEMAND, THERE, NO_CACHE = "on demand", "there", "no cache"
@@ -119,7 +118,7 @@ def _row(
 def _bytes_read(spec: ModelSpec, layout: ExpertLayout, context: int) -> int:
     """By a token: all weights but the embedding's rows, its experts, and its context's keys and
     values."""
-    half = total_bytes(weights.attention_half_tensors(spec), layout.dtype)
+    half = weights.total_bytes(weights.attention_half_tensors(spec), layout.dtype.itemsize)
     embedding = spec.vocab_size * spec.hidden_size * layout.dtype.itemsize
     experts = len(spec.moe_layers) * spec.top_k * layout.num_bytes(1)
     return half - embedding + experts + context * kv_bytes_per_token(spec, layout.dtype)

@@ -8,10 +8,8 @@ configured.
 import os
 from functools import partial
 
-from actors.ranks.attention_rank import attention_rank
-from actors.ranks.shell import RANK_FACTORIES
+from actors.ranks import attention_rank
 from benchmarks.support import batching_baselines
-from contracts.ranks import Group
 from tests.support.rank_process import main
 
 ENVIRONMENT = "BATCHING"
@@ -19,7 +17,6 @@ ENVIRONMENT = "BATCHING"
 if __name__ == "__main__":
     name = os.environ.get(ENVIRONMENT)
     if name:
-        RANK_FACTORIES[Group.ATTENTION] = partial(
-            attention_rank, batching=getattr(batching_baselines, name)
-        )
+        make = partial(attention_rank.attention_rank, batching=getattr(batching_baselines, name))
+        attention_rank.attention_rank = make  # type: ignore[assignment]
     main()

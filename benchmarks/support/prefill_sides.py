@@ -67,7 +67,7 @@ class RoutedPrefill:
         )
         clients = _clients(group)
         settings = RoutingConfig(block_tokens=config.kv.block_tokens, max_waiting=1 << 20)
-        work = work_of(shape_of(spec, dtype))
+        work = work_of(shape_of(spec, dtype.itemsize))
         self._router = PipelineBackend(PrefillPlacer(clients, settings, saturation, work))
 
     async def start(self) -> None:

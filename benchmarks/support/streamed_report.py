@@ -26,7 +26,7 @@ def summarise(
         int(tokens): _point(by_variant, done_flops * int(tokens), facts["gemm_flops_per_s"])
         for tokens, by_variant in samples.items()
     }
-    row_flops = flops_work(shape_of(spec, dtype))(0, row_tokens)
+    row_flops = flops_work(shape_of(spec, dtype.itemsize))(0, row_tokens)
     copied_layers = len(spec.moe_layers) - 1
     on_device = min(2, copied_layers) + 1
     all_bytes = facts["layer_bytes"] * (len(spec.moe_layers) - on_device)
@@ -46,7 +46,7 @@ def summarise(
 def executed_flops(spec: ModelSpec, dtype: torch.dtype, row_tokens: int) -> float:
     """FLOPs per token of rows of which one position is asked for: of the last layer keys and values
     alone, and the head of that position."""
-    layers = flops_work(shape_of(spec, dtype))(0, row_tokens) / row_tokens
+    layers = flops_work(shape_of(spec, dtype.itemsize))(0, row_tokens) / row_tokens
     key_values = 4.0 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
     head = 2.0 * spec.hidden_size * spec.vocab_size / row_tokens
     return layers * (spec.num_layers - 1) / spec.num_layers + key_values + head

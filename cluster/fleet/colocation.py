@@ -15,8 +15,7 @@ from contracts.logs import event
 from contracts.machine import available_bytes, whole_cores
 from models.spec.model import ModelSpec
 from models.weights import layout
-from models.weights.checkpoint import resolve_dtype
-from models.weights.loading import total_bytes
+from models.weights.checkpoint import element_bytes
 from planner.costs.cost_model import Deployment, stage_models, tokens_per_expert
 
 log = logging.getLogger("tandem.fleet")
@@ -70,9 +69,9 @@ def _hindrance(config: TandemConfig, spec: ModelSpec, workers: int) -> str:
 
 def weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     """Return the bytes of all weights in one process."""
-    dtype = resolve_dtype(spec, config.model.dtype)
+    element = element_bytes(spec, config.model.dtype)
     experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
-    return total_bytes(layout.attention_half_tensors(spec), dtype) + experts * dtype.itemsize
+    return layout.total_bytes(layout.attention_half_tensors(spec), element) + experts * element
 
 
 def colocated_gain(config: TandemConfig, spec: ModelSpec) -> float | None:
@@ -85,6 +84,6 @@ def colocated_gain(config: TandemConfig, spec: ModelSpec) -> float | None:
     one = Deployment(
         attention_ranks=1, expert_ranks=1, sequence_tokens=1, context_tokens=_CONTEXT_TOKENS
     )
-    shape = shape_of(spec, resolve_dtype(spec, config.model.dtype))
+    shape = shape_of(spec, element_bytes(spec, config.model.dtype))
     stages = stage_models(shape, load_hardware(config.planner.hardware), one)
     return stages.colocated_gain(1, tokens_per_expert(shape, one))

@@ -4,10 +4,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 import models
 from contracts.config import BUNDLED
 from contracts.errors import CheckpointError, RequestError
@@ -93,6 +89,10 @@ def download_config(hub_id: str) -> Path:
 
 
 def _download(hub_id: str, files: list[str]) -> Path:
+    import httpx  # slow to import, and for hub ids only
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     name, _, revision = hub_id.partition("@")
     try:
         found = snapshot_download(

@@ -19,7 +19,7 @@ from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
 from models.weights import layout
-from models.weights.checkpoint import resolve_dtype
+from models.weights.checkpoint import element_bytes
 from planner.placement.slots import ExpertPlacement, check_fits, contiguous_line
 from planner.routing.local_shares import LocalShares
 
@@ -111,8 +111,8 @@ def read_local_shares(config: TandemConfig, folder: Path, spec: ModelSpec) -> Lo
 
 def placed_bytes(config: TandemConfig, spec: ModelSpec, placement: Placement) -> int:
     """Return the bytes of the experts of all ranks, replicas included."""
-    dtype = resolve_dtype(spec, config.model.dtype)
-    return sum(map(len, placement.expert_of_slot)) * layout.expert_elements(spec) * dtype.itemsize
+    expert_bytes = layout.expert_elements(spec) * element_bytes(spec, config.model.dtype)
+    return sum(map(len, placement.expert_of_slot)) * expert_bytes
 
 
 def _of_file(config: TandemConfig) -> tuple[Group, int]:

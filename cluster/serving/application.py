@@ -17,13 +17,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster.fleet.adoption import kill_orphans
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, ResourceError, TandemError
+from contracts.errors import LaunchError, ResourceError
 from contracts.logs import event
 
 log = logging.getLogger("tandem.serving")
 
 STOP_TIMEOUT_S = 6.0
-POLL_PERIOD_S = 0.5
+STATUS_PERIOD_S = 2.0  # `serve.status` takes a tenth of a second of a core, here and in Serve
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
@@ -91,7 +91,7 @@ def wait_for_reply(deployed: DeployedApp, method: str, timeout_s: float, what: s
     end_s = time.monotonic() + timeout_s
     while True:
         try:
-            return response.result(timeout_s=POLL_PERIOD_S)
+            return response.result(timeout_s=STATUS_PERIOD_S)
         except TimeoutError:
             check_deployed(deployed)
         except RayError as error:
@@ -115,17 +115,6 @@ def check_deployed(deployed: DeployedApp) -> None:
     if found.status in _FAILED or failed:
         text = "\n".join(one.message for one in (*failed, found) if one.message)
         raise LaunchError(f"a deployment of {deployed.name} failed: {extract_reason(text)}")
-
-
-def check_ingress(deployed: DeployedApp) -> None:
-    """Raise the error that prevented the ingress's start, if it has reported one."""
-    reply = deployed.groups.ingress_failure.remote()
-    try:
-        failure: TandemError | None = reply.result(timeout_s=STOP_TIMEOUT_S)
-    except TimeoutError:
-        return  # retried
-    if failure is not None:
-        raise failure
 
 
 def extract_reason(text: str) -> str:

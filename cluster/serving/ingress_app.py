@@ -35,7 +35,7 @@ from contracts.ranks import Group, rank_name
 from contracts.requests import Sampling
 from models.spec.model import ModelSpec, read_sampling
 from models.text.tokenizer import Tokenizer
-from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import check_checkpoint, element_bytes
 from planner.routing.backlog import Locality
 from planner.routing.open_requests import work_of
 from planner.routing.saturation import saturation_of
@@ -115,7 +115,7 @@ def pipelines(
             rank_clients(worker_addresses, directory.token, config.channel),
             settings,
             saturation_of(config.prefill, context_tokens),
-            work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
+            work_of(shape_of(spec, element_bytes(spec, config.model.dtype))),
             find,
             follows=find is not None,
             locality=_locality(config, folder, spec),

@@ -81,8 +81,8 @@ class Groups:
         self._config = config
         self._launch_id = launch_id
         self._launcher_waits = self._is_direct = config.http.front == "direct"
+        self._ingress_reported = asyncio.Event()
         self._ingress_failure: TandemError | None = None
-        self._ingress_listens = False
         if application is None:
             context = serve.get_replica_context()
             application, options = context.app_name, context._deployment_config
@@ -113,7 +113,7 @@ class Groups:
         if fleet is None:
             fleet = self._launch_when_placed(folder, store)
         else:
-            self._launcher_waits, self._ingress_listens = False, True
+            self._launcher_waits = False  # it knows that the ingress listens
         self._threads.submit(self._continue_batches)
         return fleet
 
@@ -146,19 +146,19 @@ class Groups:
         Returns whether a launcher waits and will report it.
         """
         self._ingress_failure = failure
+        self._ingress_reported.set()
         return self._launcher_waits
-
-    async def ingress_failure(self) -> TandemError | None:
-        """Return the last error of an ingress."""
-        return self._ingress_failure
 
     async def ingress_listens(self) -> None:
         """Record that the ingress has bound the port."""
-        self._ingress_listens = True
+        self._ingress_reported.set()
 
-    async def listens(self) -> bool:
-        """Return whether the port belongs to this application's ingress."""
-        return self._ingress_listens
+    async def ingress(self) -> TandemError | None:
+        """Wait until the ingress has bound the port; return the error if it has not."""
+        await self._fleet()
+        if self._launcher_waits:
+            await self._ingress_reported.wait()
+        return self._ingress_failure
 
     async def served(self) -> None:
         """Record that the launcher has reported the server as ready."""
@@ -281,6 +281,7 @@ class Groups:
 
     async def close(self) -> None:
         """End the ranks in order; called by the launcher of `tandem serve`."""
+        self._ingress_reported.set()  # ends a call that would delay the removal of this replica
         if self._is_closed or (self._launch.done() and self._launch.exception() is not None):
             return  # a failed launch has cleaned up
         fleet = await self._fleet()

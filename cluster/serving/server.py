@@ -127,25 +127,24 @@ def preflight(config: TandemConfig) -> ModelSpec:
 def _wait_healthy(url: str, deployed: application.DeployedApp, timeout_s: float) -> None:
     """Wait until clients are answered.
 
-    Raises the error that prevents the ingress's start within seconds, or LaunchError at the limit.
+    Raises the error that prevents the ingress's start, or LaunchError at the limit. Until the
+    ingress listens, another server may answer at `url`.
     """
     deadline_s = time.monotonic() + timeout_s
+    checked(
+        application.wait_for_reply(deployed, "ingress", timeout_s, "the ingress did not listen")
+    )
     reason = "no answer yet"
     while time.monotonic() < deadline_s:
         try:
             # The certificate is for the name that clients use, and proxies are for other machines.
             answer = httpx.get(f"{url}/health", timeout=5.0, verify=False, trust_env=False)
-            listens = deployed.groups.listens.remote().result(timeout_s=application.STOP_TIMEOUT_S)
-            if not listens:
-                reason = "another server answers there"
-            elif answer.status_code == 200:
+            if answer.status_code == 200:
                 deployed.groups.served.remote().result(timeout_s=application.STOP_TIMEOUT_S)
                 return
-            else:
-                reason = answer.text
+            reason = answer.text
         except httpx.HTTPError as error:
             reason = str(error)
-        application.check_ingress(deployed)
         application.check_deployed(deployed)
         time.sleep(0.1)
     raise LaunchError(f"{url}/health was not 200 within {timeout_s:g} s: {reason}")

@@ -31,32 +31,10 @@ from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.experts.router import RoutedTokens
 from models.spec.layer_spec import LatentSpec, RopeSpec
-from models.spec.model import ModelSpec
+from models.spec.model import ModelSpec, kv_elements, kv_entry_shapes
 from models.spec.recurrent import RecurrentSpec
 from models.weights.layout import WeightSpecs, attention_tensors
 from models.weights.loading import Loader
-
-
-def kv_entry_shapes(spec: ModelSpec, layer: int) -> tuple[tuple[int, int], ...]:
-    """Return the [heads, size] of a token's entries in a layer.
-
-    K and V, or one latent and an indexer's key; none in a layer with recurrent states.
-    """
-    if layer in spec.recurrent_layers:
-        return ()
-    if spec.latent is None:
-        heads = spec.kv_heads(layer)
-        return (heads, spec.head_dim), (heads, spec.value_dim)
-    indexer = spec.indexer
-    if indexer is None or layer in indexer.shared_layers:
-        return ((1, spec.latent.entry_dim),)
-    return ((1, spec.latent.entry_dim), (1, indexer.head_dim))
-
-
-def kv_elements(spec: ModelSpec) -> int:
-    """Return the pool elements per token over all layers."""
-    layers = range(spec.num_layers)
-    return sum(math.prod(shape) for layer in layers for shape in kv_entry_shapes(spec, layer))
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

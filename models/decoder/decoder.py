@@ -49,7 +49,7 @@ from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
-from models.weights.loading import Loader, Progress, total_bytes
+from models.weights.loading import Loader, Progress
 
 _CALL_ELEMENTS = 1 << 25  # of states that a call changes: a few milliseconds
 _KNOWN_POSITIONS = 1 << 14  # whose cos and sin are kept on the CPU
@@ -210,7 +210,7 @@ class AttentionHalf:
                 f"{checkpoint.folder}: {spec.architecture} has {part}, which do not run on"
                 f" {device.type}; set groups.device=cpu"
             )
-        whole = total_bytes(layout.attention_half_tensors(spec), dtype)
+        whole = layout.total_bytes(layout.attention_half_tensors(spec), dtype.itemsize)
         loader = Loader(checkpoint, dtype, device, progress, whole)
         return AttentionHalf(spec, loader, dtype, device)
 

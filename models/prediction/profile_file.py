@@ -11,15 +11,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from contracts.errors import CheckpointError
 from models.spec.checkpoint_files import ROUTING
 from models.spec.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKPOINT: Final = "checkpoint"
 """[32] uint8: `checkpoint_digest` of the folder."""

@@ -7,6 +7,7 @@ Unsupported values are refused with a one-line error.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -135,6 +136,28 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_moe(self, layer: int) -> bool:
         return layer in self.moe_layers
+
+
+def kv_entry_shapes(spec: ModelSpec, layer: int) -> tuple[tuple[int, int], ...]:
+    """Return the [heads, size] of a token's entries in a layer.
+
+    K and V, or one latent and an indexer's key; none in a layer with recurrent states.
+    """
+    if layer in spec.recurrent_layers:
+        return ()
+    if spec.latent is None:
+        heads = spec.kv_heads(layer)
+        return (heads, spec.head_dim), (heads, spec.value_dim)
+    indexer = spec.indexer
+    if indexer is None or layer in indexer.shared_layers:
+        return ((1, spec.latent.entry_dim),)
+    return ((1, spec.latent.entry_dim), (1, indexer.head_dim))
+
+
+def kv_elements(spec: ModelSpec) -> int:
+    """Return the pool elements per token over all layers."""
+    layers = range(spec.num_layers)
+    return sum(math.prod(shape) for layer in layers for shape in kv_entry_shapes(spec, layer))
 
 
 def read_spec(folder: Path) -> ModelSpec:

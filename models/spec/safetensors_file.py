@@ -11,27 +11,27 @@ import json
 import math
 import mmap
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from contracts.errors import CheckpointError
 
+if TYPE_CHECKING:  # processes without tensors read headers, and torch takes a second to load
+    from torch import Tensor
+
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES = {  # name in torch, and bytes of an element
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
 
 
@@ -55,10 +55,12 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor over the mapped pages, or a copy if it is not aligned."""
+        import torch
+
         entry = self.entries[name]
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
+        if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{self.path}: {name}: dtype {entry.dtype} is not supported")
+        dtype = getattr(torch, _DTYPES[entry.dtype][0])
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
         buffer, offset = self._mapped(), entry.first_byte
@@ -126,6 +128,6 @@ def _entry(fields: dict[str, Any], data_start: int) -> TensorEntry:
     if not 0 <= first <= last or any(size < 0 for size in shape):
         raise ValueError(f"offsets {first}, {last}, shape {list(shape)}")
     dtype = str(fields["dtype"])
-    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != last - first:
+    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype][1] != last - first:
         raise ValueError(f"{last - first} bytes for shape {list(shape)} of {dtype}")
     return TensorEntry(dtype, shape, data_start + first, last - first)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from contracts.errors import CheckpointError
-from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize
+from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize, unpack_int8
 from models.spec.checkpoint_files import INDEX, SINGLE, plain_name
 from models.spec.config_fields import read_json
 from models.spec.model import ModelSpec, read_spec
 from models.spec.safetensors_file import SafetensorsFile, TensorEntry
 from models.weights import layout
 from models.weights.layout import WeightSpec, WeightSpecs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8, _INT8 = "F8_E4M3", "I8"
@@ -100,7 +101,7 @@ class Checkpoint:
         name = self.find(weight_spec)
         stored, scale = self.get(name), self.scale_name(name)
         if self._is_packed(name):
-            stored = (stored.view(torch.uint8)[:, : weight_spec.shape[1]] ^ 128).view(torch.int8)
+            stored = unpack_int8(stored, weight_spec.shape[1])
         return stored, None if scale is None else self.get(scale)
 
     def scale_name(self, name: str) -> str | None:
@@ -220,9 +221,15 @@ def fused_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> W
 
 def resolve_dtype(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
     """Return the compute dtype. auto: as stored, but float32 for float16 (bfloat16 would round)."""
-    if dtype == "auto":
-        return torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
-    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    import torch
+
+    return torch.bfloat16 if element_bytes(spec, dtype) == 2 else torch.float32
+
+
+def element_bytes(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> int:
+    """Return the bytes of an element of `resolve_dtype`."""
+    chosen = spec.dtype if dtype == "auto" else dtype
+    return 2 if chosen == "bfloat16" else 4
 
 
 def _no_weights(folder: Path) -> CheckpointError:

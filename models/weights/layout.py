@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kernels.quantization import MXFP4_GROUP
 from models.spec.checkpoint_files import HEAD
@@ -35,6 +35,14 @@ class WeightSpec:
 
 
 WeightSpecs = dict[str, WeightSpec]
+
+
+def total_bytes(weight_specs: Iterable[WeightSpec], element_bytes: int) -> int:
+    """Return the bytes of `weight_specs` once loaded with elements of this size."""
+    return sum(
+        math.prod(weight_spec.shape) * (4 if weight_spec.float32 else element_bytes)
+        for weight_spec in weight_specs
+    )
 
 
 def outer_tensors(spec: ModelSpec) -> WeightSpecs:

@@ -6,8 +6,7 @@ each layer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 import torch
@@ -96,14 +95,6 @@ class Loader:
         self._source.release()
         if self._progress is not None:
             self._progress(self._loaded_bytes, self._total_bytes)
-
-
-def total_bytes(weight_specs: Iterable[WeightSpec], dtype: torch.dtype) -> int:
-    """Return the bytes of `weight_specs` once loaded as `dtype`."""
-    return sum(
-        math.prod(weight_spec.shape) * (torch.float32 if weight_spec.float32 else dtype).itemsize
-        for weight_spec in weight_specs
-    )
 
 
 def progress_line(

@@ -4,8 +4,6 @@ import functools
 
 import numpy as np
 
-from kernels.compiled import compile_on_disk
-from kernels.replica_choice import MAX_RANKS, choose_replicas
 from planner.arrays import Array, Floats, Ints
 
 MAX_TOP_K = 255
@@ -49,6 +47,8 @@ class FewestRanksChooser:
 
         free_rank: a rank that costs a token nothing. weights_T: equal tokens in each, default 1.
         load_R: pairs of the ranks beside these, default 0."""
+        from kernels.replica_choice import choose_replicas
+
         ids_TK = np.require(topk_ids_TK, np.int64, ("C", "W"))
         slot_TK, ranks = np.empty_like(ids_TK), self.slot_ER.shape[1]
         load_R = np.zeros(ranks) if load_R is None else load_R.copy()
@@ -60,6 +60,8 @@ class FewestRanksChooser:
 
 def replica_chooser(slot_ER: Array) -> FewestRanksChooser | RoundRobinChooser:
     """Return the choice of one layer's replicas. slot_ER: -1 on ranks without the expert."""
+    from kernels.replica_choice import MAX_RANKS
+
     chooser = FewestRanksChooser if slot_ER.shape[1] <= MAX_RANKS else RoundRobinChooser
     return chooser(slot_ER)
 
@@ -67,6 +69,8 @@ def replica_chooser(slot_ER: Array) -> FewestRanksChooser | RoundRobinChooser:
 @functools.cache
 def compile_rule() -> None:
     """Compile the rule, or read it from disk: before the first batch with replicas."""
+    from kernels.compiled import compile_on_disk
+
     chooser = FewestRanksChooser(np.array([[0, 1]]))
 
     def call() -> None:

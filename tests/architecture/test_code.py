@@ -35,6 +35,13 @@ def test_imports_follow_the_layers() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_processes_without_tensors_load_neither_torch_nor_numba() -> None:
+    """Launcher, Groups, Ingress and planner: with both, each needs 3 more seconds of a core."""
+    code = "import cluster.serving.server, actors.ranks.planner_rank, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert not {"torch", "numba", "llvmlite"} & {*loaded.stdout.decode().split()}
+
+
 def test_only_entry_points_read_the_environment() -> None:
     readers = {name for name, tree in modules().items() if any(_environment_reads(tree))}
     assert readers <= ENTRY_POINTS

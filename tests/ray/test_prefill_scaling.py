@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 
 from actors.planning.planner_inputs import shape_of
 from cluster.fleet.model_folder import resolve_model_folder
@@ -90,7 +89,7 @@ def wait_for(served: RunningServer, workers: int) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def served(app_settings: list[str]) -> Iterator[RunningServer]:
     # A busy machine must not calibrate a threshold that no load reaches.
-    work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), torch.float32))
+    work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), 4))
     pinned = f"prefill.saturation={work(0, 256)}"
     with serving(load_config(None, [*SETTINGS, pinned, *app_settings])) as served:
         yield served

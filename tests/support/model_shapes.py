@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from actors.planning.planner_inputs import shape_of
@@ -38,7 +37,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 
 def shape(config: dict[str, Any], **overrides: Any) -> ModelShape:
     """In bfloat16."""
-    return shape_of(spec_of({**config, **overrides}), torch.bfloat16)
+    return shape_of(spec_of({**config, **overrides}), 2)
 
 
 def split(ag: int = 3, eg: int = 5, tokens: int = 2048, context: int = 0) -> Deployment:

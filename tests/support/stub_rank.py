@@ -22,7 +22,7 @@ from contracts.messages import Event, Finished, Submit, Tokens
 from contracts.plan import Plan
 from contracts.ranks import RankSpec
 from contracts.requests import Usage
-from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from models.weights.checkpoint import check_checkpoint, element_bytes
 from planner.routing.open_requests import work_of
 from planner.scheduling.batching import LiveBatch
 from tests.support.fake_rank import scored
@@ -106,7 +106,7 @@ def stub_rank(spec: RankSpec) -> Rank:
     context_tokens = config.model.context_tokens(model.max_context_tokens)
     pool_tokens = config.kv.pool_tokens or CACHED_BLOCKS * config.kv.block_tokens
     blocks = BlockManager(max(1, pool_tokens // config.kv.block_tokens), journal=True)
-    work = work_of(shape_of(model, resolve_dtype(model, config.model.dtype)))
+    work = work_of(shape_of(model, element_bytes(model, config.model.dtype)))
     telemetry = RankMetrics(spec, monotonic_s)
     prefill_log = PrefillLog(spec, work, blocks, context_tokens, telemetry)
     watch = LoopWatchdog(

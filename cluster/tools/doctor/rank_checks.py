@@ -22,26 +22,25 @@ from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights import layout
-from models.weights.checkpoint import Checkpoint, resolve_dtype
-from models.weights.loading import total_bytes
+from models.weights.checkpoint import Checkpoint, element_bytes, resolve_dtype
 
 
 def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
     """Return the bytes in each attention rank, and in all expert ranks. Raises ConfigError."""
-    dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), bytes_per_expert(config, spec)
+    element, expert_bytes = element_bytes(spec, config.model.dtype), bytes_per_expert(config, spec)
     ranks = config.groups.expert_ranks
     experts = placed_experts(config, spec) if ranks else len(spec.moe_layers) * spec.num_experts
     if config.experts.is_bounded and ranks:
         experts = min(experts, ranks * slot_count(config.experts, expert_bytes, spec))
-    attention = total_bytes(layout.attention_half_tensors(spec), dtype)
+    attention = layout.total_bytes(layout.attention_half_tensors(spec), element)
     return attention, experts * expert_bytes
 
 
 def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     """Return the bytes in a prefill worker's own memory: copies use two layers' buffers."""
     prefill, workers = config.prefill, config.groups.prefill_ranks
-    dtype = resolve_dtype(spec, config.model.dtype)
-    expert_bytes = layout.expert_elements(spec) * dtype.itemsize
+    element = element_bytes(spec, config.model.dtype)
+    expert_bytes = layout.expert_elements(spec) * element
     if prefill.experts in ("resident", "all_to_all", "cached"):
         expert_bytes = bytes_per_expert(config, spec)
     layer_bytes = spec.num_experts * expert_bytes
@@ -59,7 +58,8 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     }[prefill.experts]
     if prefill.experts == "cached":
         held = slot_count(config.experts, expert_bytes, spec) / spec.num_experts
-    return total_bytes(layout.attention_half_tensors(spec), dtype) + round(held * layer_bytes)
+    attention = layout.total_bytes(layout.attention_half_tensors(spec), element)
+    return attention + round(held * layer_bytes)
 
 
 def placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
@@ -150,7 +150,7 @@ def _experts(config: TandemConfig, spec: ModelSpec) -> Result:
 
 def _gpu_experts(config: TandemConfig, spec: ModelSpec, folder: Path) -> Result:
     check_device(config, "cuda")
-    expert_bytes = layout.expert_elements(spec) * resolve_dtype(spec, config.model.dtype).itemsize
+    expert_bytes = layout.expert_elements(spec) * element_bytes(spec, config.model.dtype)
     slots, whole = slot_count(config.experts, expert_bytes, spec), _all_experts(spec)
     pinned, free = whole * expert_bytes, machine.available_bytes()
     found = (

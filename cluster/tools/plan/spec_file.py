@@ -17,7 +17,7 @@ from contracts.json_input import read_json_file, struct_from
 from models.spec.config_fields import ConfigFields
 from models.spec.known_models import find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
-from models.weights.checkpoint import resolve_dtype
+from models.weights.checkpoint import element_bytes
 from planner.costs.cost_model import Deployment
 from planner.costs.prefill_modes import Tier
 from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
@@ -151,7 +151,7 @@ def _stage_spec(file: StagesFile, where: str) -> PlanSpec:
 def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelProblem:
     hardware = load_hardware(file.hardware)
     spec = _model(file.model)
-    shape = shape_of(spec, resolve_dtype(spec, file.dtype))
+    shape = shape_of(spec, element_bytes(spec, file.dtype))
     split, total_devices = _split(file, devices, where)
     total = file.context_tokens + file.sequence_tokens
     if total > spec.max_context_tokens:

@@ -119,7 +119,7 @@ def profile(settings: ProfileSettings) -> Hardware:
     dtype = resolve_dtype(spec, settings.dtype)
     device = rank_device(settings.device)
     bound_memory()  # as in ranks
-    shape = shape_of(spec, dtype)
+    shape = shape_of(spec, dtype.itemsize)
     with _one_thread():
         costs = _until_certain(
             lambda: _fit_stages(spec, shape, _measure_stages(settings, spec, dtype, device)),

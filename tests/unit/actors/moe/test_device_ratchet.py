@@ -34,14 +34,14 @@ from kernels.linear import ExpertLinears, PackedLinear, Product, linears
 from kernels.steps import run_to_end
 from kernels.stored import Storage
 from kernels.stored_experts import StoredLinear
-from models.decoder.attention import KvPool, kv_entry_shapes
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_loading import ExpertLayer
 from models.experts.router import RoutedTokens
-from models.spec.model import read_spec
+from models.spec.model import kv_entry_shapes, read_spec
 from models.weights.checkpoint import Checkpoint
 from planner.placement.slots import ExpertPlacement, contiguous
 from tests.support.device_counts import DeviceCounts, LaunchedKernels

@@ -152,7 +152,7 @@ def test_profile_recovers_the_devices_costs(
     fits = {fit.stage: fit for fit in found.fits}
     assert list(fits) == ["attention", "expert", "serving", "a2e shm", "e2a shm"]
     assert fits["expert"].median_error_fraction < 0.01
-    shape = shape_of(read_spec(folder), torch.float32)
+    shape = shape_of(read_spec(folder), 4)
     pair_us = 1e3 * found.expert.ms_per_flop * shape.pair_flops
     assert pair_us == pytest.approx(PAIR_US, rel=0.05)
     assert found.expert.call_ms == pytest.approx(1e-3 * CALL_US, rel=0.1)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import msgspec
 import pytest
 
-from cluster.fleet import model_folder
 from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.fleet.placements import (
     check_placement_file,
@@ -78,7 +78,7 @@ def test_hub_id_is_downloaded_without_pickles_or_code(
         requests.append((name, revision))
         return str(folder)
 
-    monkeypatch.setattr(model_folder, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for path in ("organisation/model", "organisation/model@refs/pr/1"):
         assert resolve_model_folder(path) == folder
         assert public_name(path, folder) == "organisation/model"
@@ -98,7 +98,7 @@ def test_unreachable_hub_is_one_line_with_remedy(monkeypatch: pytest.MonkeyPatch
     def download(name: str, **_: object) -> str:
         raise httpx.ConnectError("Name or service\nnot known")
 
-    monkeypatch.setattr(model_folder, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with one_line_error(CheckpointError, "not to be had from the hub", "organisation/model"):
         resolve_model_folder("organisation/model")
 

@@ -5,6 +5,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +20,18 @@ from cluster.serving import application
 from cluster.serving import server as serving
 from cluster.serving.settings import KEY_VARIABLE, with_variables
 from contracts.config import HttpConfig, TandemConfig
-from contracts.errors import ConfigError, LaunchError, ResourceError
+from contracts.errors import ConfigError, LaunchError, ResourceError, TandemError
 from tests.support.api_harness import TIMEOUT_S
 from tests.support.front_harness import LOOPS, get, read_answer, serve_front
 from tests.support.waiting import wait_until
 
 
 class Groups:
-    """Handle of a Groups deployment whose ingress may listen."""
+    """Handle of a Groups deployment. ingress: its reply about the ingress."""
 
-    def __init__(self, listens: bool) -> None:
+    def __init__(self, ingress: Callable[[], TandemError | None]) -> None:
         self.is_served = False
-        self.listens = self._method(lambda: listens)
+        self.ingress = self._method(ingress)
         self.served = self._method(self._serve)
 
     def _serve(self) -> None:
@@ -48,23 +49,24 @@ def _another_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "check_deployed", lambda _: None)
 
 
-def test_answer_of_other_server_on_port_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failures(_: object) -> None:
-        raise ResourceError("http.host=h http.port=1: Address already in use")
+def test_answer_of_other_server_on_port_is_not_accepted() -> None:
+    def no_reply() -> None:
+        raise TimeoutError
 
-    monkeypatch.setattr(application, "check_ingress", failures)
-    groups = Groups(listens=False)
+    in_use = ResourceError("http.host=h http.port=1: Address already in use")
+    groups = Groups(lambda: in_use)
     deployed = application.DeployedApp("tandem", "id", groups)
     with pytest.raises(ResourceError, match="already in use"):
         serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
     assert not groups.is_served
-    monkeypatch.setattr(application, "check_ingress", lambda _: None)
-    with pytest.raises(LaunchError, match="another server answers there"):
-        serving._wait_healthy("http://127.0.0.1:1", deployed, 0.2)
+    silent = application.DeployedApp("tandem", "id", Groups(no_reply))
+    with pytest.raises(LaunchError, match=r"the ingress did not listen within 0.2 s"):
+        serving._wait_healthy("http://127.0.0.1:1", silent, 0.2)
+    assert not silent.groups.is_served
 
 
 def test_answer_of_own_server_is_accepted() -> None:
-    groups = Groups(listens=True)
+    groups = Groups(lambda: None)
     deployed = application.DeployedApp("tandem", "id", groups)
     serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
     assert groups.is_served

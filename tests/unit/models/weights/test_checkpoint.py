@@ -152,8 +152,8 @@ def test_misaligned_tensor_is_copied(tmp_path: Path) -> None:
 def test_dtypes_are_read_as_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
     tensors = {
-        name: torch.arange(12).view(3, 4).to(dtype)
-        for name, dtype in safetensors_file._DTYPES.items()
+        name: torch.arange(12).view(3, 4).to(getattr(torch, dtype))
+        for name, (dtype, _) in safetensors_file._DTYPES.items()
     }
     save_file({**tensors, "empty": torch.empty(0, 3)}, path)
     file = SafetensorsFile(path)
