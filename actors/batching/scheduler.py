@@ -14,7 +14,7 @@ to waiting LS: first the sequence with the least computed, finally its batch (`p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
@@ -157,15 +157,16 @@ class Scheduler:
         running = list(filter(form_filter(form), self._running))
         if batch.budget.is_shared:  # a request may not fit: longest idle first
             running = sorted(running, key=attrgetter("last_batch"))
+        decoding: defaultdict[Priority, list[Sequence]] = defaultdict(list)
+        prompts: defaultdict[Priority, list[Sequence]] = defaultdict(list)
+        for sequence in running:
+            (prompts if _is_prompt(sequence) else decoding)[sequence.priority].append(sequence)
         for priority in form.priorities:
-            decoding = (s for s in running if not _is_prompt(s) and s.priority is priority)
-            self._continue_running(batch, decoding)
+            self._continue_running(batch, decoding[priority])
         limit = 0 if form.phase is Phase.DECODE else form.starts
         all_started = True
         for priority in form.priorities:
-            self._continue_running(
-                batch, (s for s in running if _is_prompt(s) and s.priority is priority)
-            )
+            self._continue_running(batch, prompts[priority])
             batch.budget.reserve_tokens(0)
             if all_started and limit != 0 and len(self._waiting[priority]):
                 all_started = self._admit(batch, priority, limit)
@@ -351,7 +352,8 @@ def form_filter(form: BatchSelection) -> Callable[[Sequence], bool]:
     """Return a predicate that selects the sequences of a batch of that form."""
 
     def belongs(sequence: Sequence) -> bool:
-        return sequence.priority in form.priorities and form.phase in (None, sequence.phase)
+        is_of_phase = form.phase is None or form.phase is sequence.phase
+        return is_of_phase and sequence.priority in form.priorities
 
     return belongs
 

@@ -342,9 +342,7 @@ class Executor:
                 )
                 if done.ends:
                     self._times.ran_layers(len(done.ends), tokens, self._clock() - start_s)
-                for layer, ends in enumerate(done.ends, first):
-                    for stage, end_s in ends:
-                        self._spans.end(micro_batch, stage, layer, end_s)
+                    self._spans.end_layers(micro_batch, first, done.ends)
                 micro_batch.layer += len(done.ends)
                 micro_batch.attended = micro_batch.layer - 1
                 if done.routed is not None:
@@ -354,7 +352,8 @@ class Executor:
                     yield from self._route(micro_batch, done.routed)
                     return
                 yield
-                if not decoder.waits and not self._decodes_at_once(micro_batch):
+                is_done = micro_batch.layer == self.layers
+                if not is_done and not decoder.waits and not self._decodes_at_once(micro_batch):
                     return
             micro_batch.stage = TaskStage.FINISH
         finally:

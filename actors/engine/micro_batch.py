@@ -6,6 +6,7 @@ task; `pending` (experts) and `after` what it waits for.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.moe.backend import PendingExperts, SharedLayers
-from actors.telemetry.telemetry import Timeline
+from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -21,6 +22,7 @@ from contracts.traces import Stage, TaskSpan
 from kernels.device import HostTimes
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
+from models.decoder.layer_decoder import LayerEnds
 from planner.schedule.batch_plan import chunk_bounds, sequence_ranges
 from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import LatencyPass
@@ -44,6 +46,8 @@ def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list
     Sequences that share blocks within a part are not cut along their length: the first piece of one
     would need the last piece of another.
     """
+    if plan.r1 == 1 and plan.ma is None:
+        return [BatchPart(batch.chunks, frozenset(), None)]
     parts: list[BatchPart] = []
     parts_of: list[list[int]] = []  # by chunk of the batch
     for first, last in sequence_ranges(costs, plan):
@@ -249,16 +253,32 @@ class TaskSpans:
         """Record the end of what it is `doing`."""
         self._add(micro_batch, self._times.mark(self._clock()))
 
-    def end(self, micro_batch: MicroBatch, stage: Stage, layer: int, end_s: float) -> None:
-        """Record that a stage of a layer ended at a time of the host."""
-        number, index, start_s = (
+    def end_layers(self, micro_batch: MicroBatch, first: int, ends: LayerEnds) -> None:
+        """Record the stages of layers from `first` on, which were run in one call of the host."""
+        number, index, tokens = (
             micro_batch.batch.scheduled.number,
             micro_batch.index,
-            self._since_s,
+            micro_batch.tokens,
         )
+        since_s = end_s = self._since_s
+        seconds = defaultdict[Stage, list[float]](list)
+        for stages in ends:
+            for stage, at_s in stages:
+                seconds[stage].append(at_s - end_s)
+                end_s = at_s
         self._since_s = end_s
-        task = number, layer, index, 0, micro_batch.tokens
-        self._timeline.add(TaskSpan(self._name, stage, start_s, end_s, *task))
+
+        def make() -> list[TaskSpan]:
+            found, start_s = list[TaskSpan](), since_s
+            for layer, stages in enumerate(ends, first):
+                for stage, at_s in stages:
+                    task = number, layer, index, 0, tokens
+                    found.append(TaskSpan(self._name, stage, start_s, at_s, *task))
+                    start_s = at_s
+            return found
+
+        if seconds:
+            self._timeline.add(SpanGroup(stage, end_s, seconds, make))
 
     def close(self) -> None:
         """Record the span of the suspended task, before another one runs."""

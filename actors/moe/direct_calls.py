@@ -19,7 +19,7 @@ from actors.channels.link import CallArea
 from actors.moe.backend import Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.routing_sample import RoutingSample
-from actors.telemetry.telemetry import Timeline
+from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.errors import ChannelError
 from contracts.traces import Stage, TaskSpan
 from kernels.direct_calls import (
@@ -123,11 +123,11 @@ class RemoteLayerDecoder(LayerDecoder):
         is_alone: bool,
     ) -> DecodedLayers:
         first, last = layers
-        resumes, client = self.waits, self._parts.client
+        resumes, client, rows = self.waits, self._parts.client, batch.num_tokens
         if resumes:
             is_late = self._parts.endpoint.clock() - self._since_s > GIVE_UP_S
             if is_late or self._is_outdated or not is_alone:
-                return self._fall_back(first, len(hidden_TD))
+                return self._fall_back(first, rows)
         self._fill(hidden_TD, batch)
         self._call[:] = self._topology.generation, 0, 0, 0, *owner, 0
         if client is not None and not resumes:
@@ -136,7 +136,7 @@ class RemoteLayerDecoder(LayerDecoder):
         addresses = self._addresses
         reached = decode_remote_layers(shared_pool(), *addresses, first, last, resumes, *times_ns)
         self._stop[0] = 0
-        self._count(first, reached, len(hidden_TD), owner)
+        self._count(first, reached, rows, owner)
         done = DecodedLayers(self._stage_ends(first, reached))
         if self._call[CALL_FIELDS] == DONE:
             self.end()
@@ -145,7 +145,7 @@ class RemoteLayerDecoder(LayerDecoder):
             self.waits, self._since_s = True, self._parts.endpoint.clock()
         if self._call[CALL_FIELDS] == LATE:
             return done
-        return self._fall_back(reached, len(hidden_TD))._replace(ends=done.ends)
+        return self._fall_back(reached, rows)._replace(ends=done.ends)
 
     def end(self) -> None:
         if self._parts.client is not None:
@@ -243,18 +243,34 @@ class RemoteLayerDecoder(LayerDecoder):
             for layer in filter(self._half.spec.is_moe, range(first, reached)):
                 sample.routed((owner.batch, owner.micro_batch), ids_LN[layer].reshape(rows, -1))
         if self._parts.timeline.keeps:
-            self._add_transfers(range(first, reached), owner)
+            self._add_transfers(first, reached, owner)
 
-    def _add_transfers(self, layers: Sequence[int], owner: CallOwner) -> None:
-        arrived_s = (1e-9 * self._clock[:, -1]).tolist()
-        sent, answered_s = self._sent[:, :, 0].tolist(), (1e-9 * self._answered).tolist()
-        for layer in layers:
-            for rank, rows in enumerate(sent[layer]):
-                if rows:
-                    times_s = answered_s[layer][rank], arrived_s[layer]
-                    task = owner.batch, layer, owner.micro_batch, 0, rows
-                    span = TaskSpan(self._transfers[rank], Stage.E2A, *times_s, *task)
-                    self._parts.timeline.add(span)
+    def _add_transfers(self, first: int, reached: int, owner: CallOwner) -> None:
+        names = self._transfers
+        sent_LR = self._sent[first:reached, :, 0].tolist()
+        answered_LR = (1e-9 * self._answered[first:reached]).tolist()
+        arrived_L = (1e-9 * self._clock[first:reached, -1]).tolist()
+        replies = [
+            (layer, rank, rows, answered_s, arrived_s)
+            for layer, (sent, answered, arrived_s) in enumerate(
+                zip(sent_LR, answered_LR, arrived_L, strict=True), first
+            )
+            for rank, (rows, answered_s) in enumerate(zip(sent, answered, strict=True))
+            if rows
+        ]
+
+        def make() -> list[TaskSpan]:
+            return [
+                TaskSpan(
+                    names[rank], Stage.E2A, answered_s, arrived_s, owner.batch, layer,
+                    owner.micro_batch, 0, rows,
+                )
+                for layer, rank, rows, answered_s, arrived_s in replies
+            ]  # fmt: skip
+
+        if replies:
+            seconds = {Stage.E2A: [end_s - start_s for *_, start_s, end_s in replies]}
+            self._parts.timeline.add(SpanGroup(Stage.E2A, arrived_L[-1], seconds, make))
 
 
 def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

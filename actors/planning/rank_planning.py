@@ -6,6 +6,7 @@ whose plan is not known yet runs under the default plan. Nothing here waits.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from actors.planning.stage_report import (
     transfer_times,
 )
 from actors.rpc.client_server import ClientMessage
-from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.telemetry import Recorded, Telemetry, spans_of
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.logs import event
@@ -109,7 +110,7 @@ class RankPlanning(Observer):
     def pin(self, plan: Plan | None) -> None:
         self._pinned = plan
 
-    def observe(self, span: TaskSpan) -> None:
+    def observe(self, span: Recorded) -> None:
         self._recorder.observe(span)
 
     def report_routing(self, make: Callable[[], RoutingSampleReport]) -> None:
@@ -168,7 +169,7 @@ class RankPlanning(Observer):
         if running is not None and running.known is not None and running.known.is_trial:
             self._count_trial(running.known)
         if self._link is not None and running is not None and spans:
-            self._link.report(lambda: self._report(running, spans))
+            self._link.report(lambda: self._report(running, list(spans_of(spans))))
 
     def dropped(self, batch: ScheduledBatch) -> None:
         self._running.pop(batch.number, None)
@@ -282,6 +283,7 @@ def new_tokens(batch: ScheduledBatch) -> Batch:
     return [(chunk.start, chunk.stop) for chunk in batch.chunks]
 
 
+@functools.lru_cache(maxsize=256)
 def general_label(plan: Plan) -> str:
     """Return the plan's label without the sizes of one batch."""
     return msgspec.structs.replace(plan, ma=None, me=None, micro_batch_samples=()).label

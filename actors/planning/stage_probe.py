@@ -40,7 +40,7 @@ from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
 from actors.planning.stage_report import expert_calls
 from actors.rpc.client_server import event_frames
-from actors.telemetry.telemetry import Timeline
+from actors.telemetry.telemetry import Timeline, spans_of
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig, ScheduleConfig
 from contracts.errors import ChannelError, ResourceError
@@ -116,7 +116,7 @@ class StageProbe:
         names = [rank_name(Group.EXPERT, rank) for rank in range(expert_ranks)]
         attention_end, expert_ends = connected_endpoints(names, clock, device)
         self._ends = (attention_end, *expert_ends)
-        timeline = Timeline(0, self._spans.append)
+        timeline = _span_timeline(self._spans)
         self._counts = DispatchCounts(expert_ranks)
         backend = RemoteBackend(
             attention_end, ExpertPlacement(in_order), names, timeline, clock, counts=self._counts
@@ -373,6 +373,11 @@ class ExpertTask(NamedTuple):
     seconds: float
 
 
+def _span_timeline(spans: list[TaskSpan]) -> Timeline:
+    """Return a timeline that adds to `spans` only."""
+    return Timeline(0, lambda recorded: spans.extend(spans_of([recorded])))
+
+
 class _ProbedRank(NamedTuple):
     """An expert rank. spans: of its server, since they were last read."""
 
@@ -411,7 +416,7 @@ class ProbedExperts:
             server = ExpertServer(
                 end,
                 ResidentExperts(recording_half),
-                timeline=Timeline(0, spans.append),
+                timeline=_span_timeline(spans),
                 clock=clock,
                 device=device,
             )

@@ -4,6 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from actors.telemetry.telemetry import Recorded, spans_of
 from contracts.planner_messages import ExpertReport, MicroBatchReport, NewTokens, RowsTime
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import step
@@ -15,9 +16,9 @@ class SpanRecorder:
     """Keeps the spans between `begin` and `end`, at most MAX_SPANS."""
 
     def __init__(self) -> None:
-        self._spans: list[TaskSpan] | None = None
+        self._spans: list[Recorded] | None = None
 
-    def observe(self, span: TaskSpan) -> None:
+    def observe(self, span: Recorded) -> None:
         spans = self._spans
         if spans is not None and len(spans) < MAX_SPANS:
             spans.append(span)
@@ -25,7 +26,7 @@ class SpanRecorder:
     def begin(self) -> None:
         self._spans = []
 
-    def end(self) -> list[TaskSpan]:
+    def end(self) -> list[Recorded]:
         spans, self._spans = self._spans or [], None
         return spans
 
@@ -43,7 +44,7 @@ class ExpertRecorder:
         self._recorder.begin()
         self._period_start_s: float | None = None
 
-    def observe(self, span: TaskSpan) -> None:
+    def observe(self, span: Recorded) -> None:
         """Record a span; called by the loop thread."""
         self._recorder.observe(span)
         if self._period_start_s is None:
@@ -52,7 +53,7 @@ class ExpertRecorder:
         if span.stage is Stage.SEND and span.end_s - self._period_start_s >= self._period_s:
             spans, self._period_start_s = self._recorder.end(), None
             self._recorder.begin()
-            self._send(lambda: expert_report(self._rank, spans))
+            self._send(lambda: expert_report(self._rank, list(spans_of(spans))))
 
 
 def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:

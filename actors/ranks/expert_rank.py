@@ -24,13 +24,12 @@ from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import Priorities, prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
-from actors.telemetry.telemetry import RankMetrics
+from actors.telemetry.telemetry import RankMetrics, Recorded
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.planner_messages import CurrentPlacement, MoveOutcome, PlacementReport
 from contracts.ranks import DRAINED, RankReady, RankSpec
-from contracts.traces import TaskSpan
 from kernels.device import runs_on_device
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
@@ -205,7 +204,7 @@ class ExpertReports:
             rank=self._spec.name, placement=rebalancer.placement, newest=rebalancer.newest
         )
 
-    def observe(self, span: TaskSpan) -> None:
+    def observe(self, span: Recorded) -> None:
         if self._recorder is not None:
             self._recorder.observe(span)
 

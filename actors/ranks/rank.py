@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from actors.batching.observer import LoopControl, Observer
 from actors.telemetry.exporter import Exporter, ScrapeKey
-from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline, channel_bytes
+from actors.telemetry.telemetry import (
+    RankMetrics,
+    Recorded,
+    Telemetry,
+    Timeline,
+    channel_bytes,
+)
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
 from contracts.logs import event
@@ -255,11 +261,11 @@ class Recording(NamedTuple):
 
 
 def recording(
-    metrics: RankMetrics, capacity: int, *observers: Callable[[TaskSpan], None]
+    metrics: RankMetrics, capacity: int, *observers: Callable[[Recorded], None]
 ) -> Recording:
     """Return the recording of a rank. capacity: of the timeline. observers: receive every span."""
 
-    def observe(span: TaskSpan) -> None:
+    def observe(span: Recorded) -> None:
         metrics.span(span)
         for each in observers:
             each(span)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import (
@@ -293,17 +293,24 @@ class RankMetrics(Telemetry):
         group = Group.PREFILL if spec.group is Group.PREFILL else "attention_expert"
         self.set(metrics.GROUP_EPOCH, group, to=spec.epoch)
 
-    def span(self, span: TaskSpan) -> None:
-        """Record a span. Called by the loop's thread."""
-        note = self._stages.get(span.stage)
+    def span(self, span: Recorded) -> None:
+        """Record spans. Called by the loop's thread."""
+        if isinstance(span, TaskSpan):
+            self._observe(span.stage, (span.end_s - span.start_s,))
+            return
+        for stage, seconds in span.seconds.items():
+            self._observe(stage, seconds)
+
+    def _observe(self, stage: Stage, seconds: Iterable[float]) -> None:
+        note = self._stages.get(stage)
         if note is None:
-            if span.stage not in _EXPORTED:
+            if stage not in _EXPORTED:
                 return
-            note = self._stages[span.stage] = self.buffered_observer(
-                metrics.STAGE, span.stage, self._spec.name
+            note = self._stages[stage] = self.buffered_observer(
+                metrics.STAGE, stage, self._spec.name
             )
-        seconds = span.end_s - span.start_s
-        note(seconds if seconds > 0.0 else 0.0)
+        for each in seconds:
+            note(each if each > 0.0 else 0.0)
 
     def attach(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
         """Read the totals of a timeline and of channels at each scrape."""
@@ -359,23 +366,52 @@ def growth(total: Callable[[], float]) -> Callable[[], float]:
     return grown
 
 
+class SpanGroup(NamedTuple):
+    """Spans that are recorded at once, and made when they are read.
+
+    stage, end_s: of the last one. seconds: of each, by stage.
+    """
+
+    stage: Stage
+    end_s: float
+    seconds: Mapping[Stage, Sequence[float]]
+    make: Callable[[], Iterable[TaskSpan]]
+
+
+Recorded = TaskSpan | SpanGroup
+
+
+def spans_of(recorded: Iterable[Recorded]) -> Iterator[TaskSpan]:
+    """Yield the spans, and those of groups."""
+    for each in recorded:
+        if isinstance(each, SpanGroup):
+            yield from each.make()
+        else:
+            yield each
+
+
 class Timeline:
     """The last `capacity` spans and batches, and the seconds of each stage since the start.
 
-    observe: called with every span, for metrics. exposed_s: seconds in which the rank waited while
-    a payload for it was in transfer. keeps: True if spans are kept.
+    A group counts as one span. observe: called with every span or group, for metrics. exposed_s:
+    seconds in which the rank waited while a payload for it was in transfer. keeps: True if spans
+    are kept.
     """
 
-    def __init__(self, capacity: int, observe: Callable[[TaskSpan], None] | None = None) -> None:
-        self._spans: deque[TaskSpan] = deque(maxlen=capacity)
+    def __init__(self, capacity: int, observe: Callable[[Recorded], None] | None = None) -> None:
+        self._spans: deque[Recorded] = deque(maxlen=capacity)
         self._batches: deque[BatchSpan] = deque(maxlen=capacity)
         self.keeps = capacity > 0
         self._observe = observe
         self.exposed_s = 0.0
         self.stage_seconds = {stage.value: 0.0 for stage in Stage}
 
-    def add(self, span: TaskSpan) -> None:
-        self.stage_seconds[span.stage] += span.end_s - span.start_s
+    def add(self, span: Recorded) -> None:
+        if isinstance(span, TaskSpan):
+            self.stage_seconds[span.stage] += span.end_s - span.start_s
+        else:
+            for stage, seconds in span.seconds.items():
+                self.stage_seconds[stage] += sum(seconds)
         if self.keeps:
             self._spans.append(span)
         if self._observe is not None:
@@ -393,12 +429,12 @@ class Timeline:
         self.exposed_s += length(union([(a, b) for a, b in inside if b > a]))
 
     def spans(self) -> list[TaskSpan]:
-        return list(self._spans)
+        return list(spans_of(list(self._spans)))
 
     def since(self, rank: str, since_s: float) -> RankTrace:
         """Return what has ended since `since_s` on the clock of the spans. Thread-safe."""
-        spans, batches = list(self._spans), list(self._batches)
-        is_full = len(spans) == self._spans.maxlen
+        is_full = len(self._spans) == self._spans.maxlen
+        spans, batches = self.spans(), list(self._batches)
         return RankTrace(
             rank=rank,
             spans=[span for span in spans if span.end_s >= since_s],

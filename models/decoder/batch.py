@@ -148,20 +148,20 @@ class AttentionBatch:
             slots.append(own)
             sequences.append(SequenceRows(first, count, piece.start, keys))
             first += count
-        arrays = [
-            np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots),
-            *_slot_copies(slices, block_tokens), _block_tables(slices if pages else ()),
-        ]  # fmt: skip
+        arrays = [np.array(token_ids, np.int64), _concatenated(positions), _concatenated(slots)]
+        copies = any(piece.copies for piece in slices)
+        arrays += _slot_copies(slices, block_tokens) if copies else ()
+        arrays += [_block_tables(slices)] if pages else []
         host = HostRows(arrays[1], arrays[2], arrays[-1].view(np.int32)) if pages else None
-        token_ids_T, positions_T, slots_T, from_C, to_C, tables = upload(arrays, device)
+        token_ids_T, positions_T, slots_T, *others = upload(arrays, device)
         return AttentionBatch(
             token_ids_T,
             positions_T,
             slots_T,
             tuple(sequences),
-            SlotCopies(from_C, to_C) if len(from_C) else None,
+            SlotCopies(*others[:2]) if copies else None,
             states=tuple(piece.state for piece in slices),
-            pages=Pages(tables.view(torch.int32), block_tokens) if pages else None,
+            pages=Pages(others[-1].view(torch.int32), block_tokens) if pages else None,
             host=host,
         )
 

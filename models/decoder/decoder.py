@@ -462,7 +462,8 @@ class AttentionHalf:
 
     def row_logits(self, hidden_TD: Tensor, rows: Sequence[int]) -> RowLogits:
         """Return `logits` of some rows; on the CPU in one call, with the places of the largest."""
-        if self._head_fields is None or not hidden_TD.is_contiguous():
+        is_queued = runs_on_device(hidden_TD.device)
+        if self._head_fields is None or is_queued or not hidden_TD.is_contiguous():
             rows_R = torch.tensor(rows, device=hidden_TD.device)
             return RowLogits(self.logits(hidden_TD[rows_R]), None)
         numbers_R, best_R = np.array(rows), np.empty(len(rows), np.int64)

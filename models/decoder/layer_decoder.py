@@ -27,8 +27,6 @@ from models.experts.router import RoutedTokens
 from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 
-_Kind = tuple[RopeSpec | None, int | None]  # rope and window of a layer
-
 
 class CallOwner(NamedTuple):
     """The micro-batch of a call."""
@@ -38,28 +36,24 @@ class CallOwner(NamedTuple):
     priority: int
 
 
+LayerEnds = Sequence[Sequence[tuple[Stage, float]]]
+"""Stages of each complete layer, and the monotonic clock's seconds at their ends."""
+
+
 class DecodedLayers(NamedTuple):
     """Result of a call.
 
-    ends: the stages of each complete layer with the monotonic clock's seconds at their ends.
     routed: of the layer that follows, if its attention is complete and the call cannot compute its
     experts.
     """
 
-    ends: Sequence[Sequence[tuple[Stage, float]]]
+    ends: LayerEnds
     routed: RoutedTokens | None = None
 
 
 def most_rows(spec: ModelSpec) -> int:
     """Return the number of rows that a call is made for."""
     return RUN_PAIRS // spec.top_k
-
-
-def _places(kinds: Sequence[_Kind]) -> list[tuple[_Kind, slice | list[int]]]:
-    """Return the layers of each kind; if all are alike, as a slice, which is indexed faster."""
-    if len(set(kinds)) == 1:
-        return [(kinds[0], slice(None))]
-    return [(kind, [n for n, one in enumerate(kinds) if one == kind]) for kind in set(kinds)]
 
 
 class LayerDecoder(abc.ABC):
@@ -79,10 +73,12 @@ class LayerDecoder(abc.ABC):
         table = half.decode_table()
         assert table is not None
         self._half, self._kv, self._layers = half, kv, table
+        self._columns = list(map(self._columns_of, range(L)))
         self._stop = np.zeros(1, np.int64)
         self._most_rows = most_rows(spec)
-        kinds = list(map(spec.rope_of, range(L))), spec.sliding_windows
-        self._kinds = _places(list(zip(*kinds, strict=True)))
+        self._layers_of: dict[tuple[RopeSpec | None, int | None], list[int]] = {}
+        for layer, window in enumerate(spec.sliding_windows):
+            self._layers_of.setdefault((spec.rope_of(layer), window), []).append(layer)
         self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
         self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
         self._weights_TK = torch.empty((self._most_rows, spec.top_k))
@@ -128,7 +124,7 @@ class LayerDecoder(abc.ABC):
     def _fill(self, hidden_TD: Tensor, batch: AttentionBatch) -> None:
         metadata = self._half.prepare(batch)
         rows, slots = (batch.num_tokens, hidden_TD.data_ptr()), batch.slots_T.data_ptr()
-        for (rope, window), layers in self._kinds:
+        for (rope, window), layers in self._layers_of.items():
             cos, sin = metadata.angles[rope]
             entries = metadata.plans[window].rows
             assert entries is not None
@@ -136,17 +132,21 @@ class LayerDecoder(abc.ABC):
             self._batches[layers, :6] = *rows, cos.data_ptr(), sin.data_ptr(), slots, address
             self._batches[layers, 15] = metadata.query_factors(rope)
 
-    def _stage_ends(self, first: int, last: int) -> Sequence[Sequence[tuple[Stage, float]]]:
-        """Return the stages of layers [first, last) with the seconds of their ends."""
-        found, half = list[Sequence[tuple[Stage, float]]](), self._half
-        for layer, ends_s in enumerate((self._clock[first:last] * 1e-9).tolist(), first):
-            ends = list(zip(self.stages, ends_s, strict=True))
-            if not half.spec.is_moe(layer):
-                ends = [(Stage.ATTENTION, ends_s[-1])]
-            elif not half.has_shared(layer):
-                ends = [each for each in ends if each[0] is not Stage.SHARED]
-            found.append(ends)
-        return found
+    def _columns_of(self, layer: int) -> list[tuple[Stage, int]]:
+        """Return the stages of a layer, and the columns of the clock with their ends."""
+        if not self._half.spec.is_moe(layer):
+            return [(Stage.ATTENTION, -1)]
+        stages = {stage: column for column, stage in enumerate(self.stages)}
+        if not self._half.has_shared(layer):
+            del stages[Stage.SHARED]
+        return list(stages.items())
+
+    def _stage_ends(self, first: int, last: int) -> LayerEnds:
+        ends_LS = (self._clock[first:last] * 1e-9).tolist()
+        return [
+            [(stage, ends_s[column]) for stage, column in columns]
+            for columns, ends_s in zip(self._columns[first:last], ends_LS, strict=True)
+        ]
 
 
 class ResidentLayerDecoder(LayerDecoder):
