@@ -265,12 +265,17 @@ class NcclLink(FrameLink):
         self._buffers = DeviceBuffers(config.segment_bytes, device, streams.memory)
         self._ready: ReadyQueue[_Transfer] = ReadyQueue(device)
         self._posted = [0] * len(Priority)  # receives that the peer has launched ahead of our send
+        self._all_lanes = [
+            (priority, lane)
+            for way in (lanes.outgoing, lanes.incoming)
+            for priority, lane in zip(Priority, way, strict=True)
+        ]
 
     @property
     def needs_polling(self) -> bool:
         return not self._ready.is_empty or any(
             lane.under_way or (lane.waiting and self._may_launch(priority, lane))
-            for priority, lane in self._all_lanes()
+            for priority, lane in self._all_lanes
         )
 
     @property
@@ -278,7 +283,7 @@ class NcclLink(FrameLink):
         return self._ready.has_ready or any(
             lane.has_finished
             or (lane.waiting and lane.has_stream and self._may_launch(priority, lane))
-            for priority, lane in self._all_lanes()
+            for priority, lane in self._all_lanes
         )
 
     def receive(self) -> list[Packet]:
@@ -335,10 +340,6 @@ class NcclLink(FrameLink):
             yield
         except RuntimeError as error:
             raise PeerError(f"{self.peer}: NCCL failed: {error}", self.peer) from None
-
-    def _all_lanes(self) -> Iterator[tuple[Priority, _Lane]]:
-        for lanes in (self._lanes.outgoing, self._lanes.incoming):
-            yield from zip(Priority, lanes, strict=True)
 
     def _may_launch(self, priority: Priority, lane: _Lane) -> bool:
         is_outgoing = lane is self._lanes.outgoing[priority]

@@ -117,18 +117,20 @@ class _Segment:
         self.memory = memory
         self.idle_since_s: float | None = None
         self.allocator = FirstFit(num_bytes)
-        self._slots = list(range(FLAG_BYTES - 1, -1, -1))  # free; the lowest is used first
+        self._slots: list[int] = []  # free again
         self._offsets: dict[int, int] = {}  # slot -> offset
         self._end = 0  # no slot at or above it was ever used
 
     def allocate(self, num_bytes: int) -> PayloadLocation | None:
-        if not self._slots:
+        if len(self._offsets) == FLAG_BYTES:
             return None
         offset = self.allocator.allocate(num_bytes)
         if offset is None:
             return None
+        if not self._slots:
+            self._slots.append(self._end)
+            self._end += 1
         slot = self._slots.pop()
-        self._end = max(self._end, slot + 1)
         self._offsets[slot] = offset
         return PayloadLocation(self.number, slot, offset)
 

@@ -170,7 +170,10 @@ class NcclExchange:
 def _receive(sock: socket.socket, peer: str) -> bytes:
     head = bytearray(_LENGTH.size)
     receive_into(sock, memoryview(head), peer)
-    data = bytearray(min(_LENGTH.unpack(head)[0], _MOST_BYTES))
+    (size,) = _LENGTH.unpack(head)
+    if size > _MOST_BYTES:
+        raise PeerError(f"{peer} sends an NCCL id of {size} bytes: at most {_MOST_BYTES}", peer)
+    data = bytearray(size)
     receive_into(sock, memoryview(data), peer)
     return bytes(data)
 

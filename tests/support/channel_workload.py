@@ -135,13 +135,13 @@ class _Rank:
 
     def _idle(self) -> None:
         """Wait as `Endpoint.poll` does."""
-        links = self.links.values()
+        pairs = [(link._frames.sock, link) for link in self.links.values()]
         self.host.block(
             lambda: any(
-                link._frames.sock.has_bytes or (link.needs_polling and link.has_progress)
-                for link in links
+                sock.has_bytes or (link.needs_polling and link.has_progress) for sock, link in pairs
             ),
             "a message or an event",
+            [self.host.device, *(sock for sock, _ in pairs)],
         )
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """A model of the CUDA runtime and NCCL: real channel code runs on it, on a clock of events.
 
-Every process (`Host`) has a device and runs its program on a thread; only one thread runs at a
-time, and a seed decides which. Streams are queues that share hardware queues. Kernels need SMs and
+Every process (`Host`) has a device and runs its program on a greenlet; a seed decides which runs
+until it waits. Streams are queues that share hardware queues. Kernels need SMs and
 time. A NCCL call occupies SMs from the moment it starts, and ends when its counterpart on the other
 device has started too. Copy engines need no SMs. Times are in microseconds.
 
@@ -32,16 +32,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from actors.channels import cuda, ipc, nccl
 from tests.support.waiting import wait_until
 
-Order = dict[object, int]  # a vector clock: the last operation of each host and stream before it
 Range = tuple[int, int]  # address and bytes
 Group = dict[Any, list[tuple[str, Range]]]
 
@@ -57,22 +58,64 @@ class ModelError(AssertionError):
 
 
 class Stopped(BaseException):
-    """Unwinds the thread of a program that cannot go on."""
+    """Unwinds the greenlet of a program that cannot go on."""
 
 
-def merge(into: Order, other: Order) -> None:
-    for key, number in other.items():
-        if into.get(key, 0) < number:
-            into[key] = number
+Stamp = tuple["Clock", int, "dict[Clock, int]"]
+"""A point in the work of a clock's owner: its number, and the latest points of others before it."""
 
 
-def learn(into: Order, other: Order, by: object) -> None:
-    """Merge a clock that `by` gave out: who knows its latest number knows all of it."""
-    if into.get(by, 0) < other[by]:
-        merge(into, other)
+class Clock:
+    """A vector clock of a host or stream. number: of its latest point."""
+
+    __slots__ = ("_is_shared", "_known", "_latest", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._known: dict[Clock, int] = {}
+        self._is_shared = False  # with a stamp, so that it has to be copied before a change
+        self._latest: dict[Clock, dict[Clock, int]] = {}  # merged from each
+
+    def stamp(self) -> Stamp:
+        self._is_shared = True
+        return self, self.number, self._known
+
+    def tick(self) -> Stamp:
+        self.number += 1
+        self._is_shared = True
+        return self, self.number, self._known
+
+    def knows(self, by: Clock, number: int) -> bool:
+        return (self.number if by is self else self._known.get(by, 0)) >= number
+
+    def learn(self, stamp: Stamp) -> None:
+        """Merge a stamp: who knows its number knows all of it."""
+        by, number, others = stamp
+        if by is self or self._known.get(by, 0) >= number:
+            return
+        if self._is_shared:
+            self._known, self._is_shared = self._known.copy(), False
+        known = self._known
+        known[by] = number
+        if self._latest.get(by) is not others:
+            self._latest[by] = others
+            for each, latest in others.items():
+                if known.get(each, 0) < latest:
+                    known[each] = latest
 
 
-@dataclass(eq=False)
+class Order(dict[Clock, Stamp]):
+    """What is before whoever looks at something: the latest stamps of those who changed it."""
+
+    def add(self, stamp: Stamp) -> None:
+        self[stamp[0]] = stamp
+
+    def order(self, clock: Clock) -> None:
+        for stamp in self.values():
+            clock.learn(stamp)
+
+
+@dataclass(eq=False, slots=True)
 class Operation:
     """Work in a stream. need: SMs. after: of a wait. order: at its queueing; then at its end."""
 
@@ -86,17 +129,16 @@ class Operation:
     after: Operation | None = None
     communicator: Communicator | None = None
     calls: Sequence[tuple[str, Range]] = ()
-    order: Order = field(default_factory=dict)
     done: bool = False
     start_us: float = 0.0
-    host: Host = field(init=False)
+    order: Stamp = field(init=False)
     stream: Stream = field(init=False)
 
 
 class Device:
     def __init__(self, model: CudaModel) -> None:
-        self.model, self.free = model, {"sms": model.sms, "engines": model.engines}
-        self.queues: list[deque[Operation]] = [deque() for _ in range(model.connections)]
+        self.model, self.sms, self.engines = model, model.sms, model.engines  # that are free
+        self.queues: list[deque[Operation]] = []
         self.streams: list[Stream] = []
         self.loaded: set[str] = set()
         self.busy: list[tuple[str, float, float]] = []  # compute, as (name, start, end)
@@ -107,38 +149,40 @@ class Device:
 
     def advance(self) -> None:
         """Start all that can start. A queue's first operation delays those behind it."""
-        progress = True
+        progress = any(self.queues)
         while progress:
             progress = False
             for queue in self.queues:
-                while queue and self._can_start(queue[0]):
-                    self._start(queue.popleft())
+                while queue and self.can_start(queue[0]):
+                    self.start(queue.popleft())
                     progress = True
 
-    def _can_start(self, op: Operation) -> bool:
+    def can_start(self, op: Operation) -> bool:
         if op.stream.running is not None or (op.after is not None and not op.after.done):
             return False
         communicator = op.communicator
         if communicator is not None and (communicator.resident or communicator.calls[0] is not op):
             return communicator.aborted
-        return op.need <= self.free["sms"] and op.engine <= self.free["engines"]
+        return op.need <= self.sms and op.engine <= self.engines
 
-    def _start(self, op: Operation) -> None:
+    def start(self, op: Operation) -> None:
         model, stream = self.model, op.stream
-        learn(stream.order, op.order, op.host)
+        clock = stream.clock
+        clock.learn(op.order)
         if op.after is not None:
-            learn(stream.order, op.after.order, op.after.stream)
-        stream.order[stream] = stream.order.get(stream, 0) + 1
-        self.free["sms"] -= op.need
-        self.free["engines"] -= op.engine
+            clock.learn(op.after.order)
+        clock.number += 1
+        self.sms -= op.need
+        self.engines -= op.engine
         stream.running, op.start_us = op, model.now_us
-        for written, ranges in ((False, op.reads), (True, op.writes)):
-            for each in ranges:
-                model.memory.access(each, written, stream.order, stream, op.name)
+        for place in op.reads:
+            model.memory.access(place, False, clock, op.name)
+        for place in op.writes:
+            model.memory.access(place, True, clock, op.name)
         if op.communicator is not None:
             op.communicator.start(op)
         elif op.duration_us:
-            model.at(op.duration_us, lambda: self.end(op), self)
+            model.at(op.duration_us, partial(self.end, op))
         else:
             self._end(op)
 
@@ -148,12 +192,13 @@ class Device:
 
     def _end(self, op: Operation) -> None:
         op.done, op.stream.running = True, None
-        op.order = dict(op.stream.order)
-        self.free["sms"] += op.need
-        self.free["engines"] += op.engine
+        op.order = op.stream.clock.stamp()
+        self.sms += op.need
+        self.engines += op.engine
         if op.duration_us and op.communicator is None and not op.engine:
             self.busy.append((op.name, op.start_us, self.model.now_us))
         op.ends()
+        self.model.changed.add(self)
 
 
 class Stream:
@@ -163,24 +208,27 @@ class Stream:
     by_handle: ClassVar[dict[int, Stream]] = {}
 
     def __init__(self, *_: object, priority: int = 0) -> None:
-        self.on = model().host.device
-        self.queue = self.on.queues[len(self.on.streams) % len(self.on.queues)]
-        self.on.streams.append(self)
+        device = self.on = _current.host.device
+        if len(device.queues) < device.model.connections:
+            device.queues.append(deque())
+        self.queue = device.queues[len(device.streams) % len(device.queues)]
+        device.streams.append(self)
         self.cuda_stream = len(self.by_handle) + 1
         self.by_handle[self.cuda_stream] = self
-        self.order: Order = {}
+        self.clock = Clock()
         self.running: Operation | None = None
         self.queued = 0
 
     def add(self, op: Operation) -> Operation:
-        with model().lock:
-            op.stream, op.host = self, model().host
-            op.order = op.host.tick()
+        with _current.lock:
+            op.stream, op.order = self, _current.host.clock.tick()
             self.queued += 1
-            self.queue.append(op)
             if op.communicator is not None:
                 op.communicator.calls.append(op)
-            self.on.advance()
+            if not self.queue and self.on.can_start(op):  # nothing else can
+                self.on.start(op)
+            else:
+                self.queue.append(op)
         return op
 
     def wait_event(self, event: Event) -> None:
@@ -205,16 +253,19 @@ class Event:
         self.op: Operation | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.op = (stream or model().host.current).add(Operation("record"))
+        self.op = (stream or _current.host.current).add(Operation("record"))
 
     def query(self) -> bool:
-        model().count_query()
-        if self.op is not None and self.op.done:
-            learn(model().host.order, self.op.order, self.op.stream)
-        return self.op is None or self.op.done
+        _current.count_query()
+        if self.op is None:
+            return True
+        if self.op.done:
+            _current.host.clock.learn(self.op.order)
+        return self.op.done
 
     def synchronize(self) -> None:
-        model().host.block(self.query, "an event")
+        host = _current.host
+        host.block(self.query, "an event", [self.op.stream.on if self.op else host])
 
     def elapsed_time(self, end: Event) -> float:
         assert self.op is not None
@@ -227,34 +278,38 @@ class Memory:
     """Every latest access to each range of device memory, by the block that the range is in."""
 
     def __init__(self) -> None:
-        self._accesses: dict[int, list[tuple[Range, bool, object, int, str]]] = {}
+        self._accesses: dict[int, list[tuple[int, int, bool, Clock, int, str]]] = {}
 
-    def access(self, place: Range, written: bool, order: Order, by: object, name: str) -> None:
+    def access(self, place: Range, written: bool, clock: Clock, name: str) -> None:
         start, size = place
+        end = start + size
         kept, block = [], _starts[bisect.bisect(_starts, start) - 1]
         for known in self._accesses.get(block, ()):
-            (begin, length), wrote, key, number, what = known
-            if begin < start + size and start < begin + length and size and length:
-                ordered = order.get(key, 0) >= number
+            begin, until, wrote, by, number, what = known
+            if begin < end and start < until and size and begin < until:
+                ordered = clock.knows(by, number)
                 if not ordered and (written or wrote):
                     raise ModelError("race", f"{name} and {what} use the same memory unordered")
-                if (
-                    ordered
-                    and (written or not wrote)
-                    and start <= begin
-                    and (begin + length <= start + size)
-                ):
+                if ordered and (written or not wrote) and start <= begin and until <= end:
                     continue
             kept.append(known)
-        kept.append((place, written, by, order.get(by, 0), name))
+        kept.append((start, end, written, clock, clock.number, name))
         self._accesses[block] = kept
 
     def block(self, num_bytes: int, stream: Stream) -> torch.Tensor:
         """Memory as a caching allocator gives it: the stream's queued work may still use it."""
         block = new_block(num_bytes)
         if stream.queued:
-            owner = (range_of(block), True, stream, stream.queued, "an earlier owner")
-            self._accesses[block.data_ptr()] = [owner]
+            start = block.data_ptr()
+            owner = (
+                start,
+                start + num_bytes,
+                True,
+                stream.clock,
+                stream.queued,
+                "an earlier owner",
+            )
+            self._accesses[start] = [owner]
         return block
 
 
@@ -298,7 +353,7 @@ class Communicator:
     def _add(self, direction: str, place: Range, rank: int, stream: int) -> None:
         if rank == self.rank:
             raise ModelError("mismatch", "a transfer to its own rank")
-        group = model().host.groups.get(threading.get_ident())
+        group = model().host.groups.get(getcurrent())
         key = (self, stream)
         calls = group.setdefault(key, []) if group is not None else []
         calls.append((direction, place))
@@ -333,8 +388,8 @@ class Communicator:
         if spin_us > limit_us:
             raise ModelError("spin", f"{spin_us:.0f} us of at most {limit_us:.0f}")
         model().spun_us += spin_us
-        merge(op.stream.order, other.stream.order)
-        merge(other.stream.order, op.stream.order)
+        op.stream.clock.learn(other.stream.clock.stamp())
+        other.stream.clock.learn(op.stream.clock.stamp())
         bytes_ = sum(place[1] for _, place in op.calls)
         duration_us = model().transfer_us(bytes_)
 
@@ -384,12 +439,12 @@ class Nccl:
         return self.ids[-1]
 
     def groupStart(self) -> None:
-        if threading.get_ident() in model().host.groups:
+        if getcurrent() in model().host.groups:
             raise ModelError("mismatch", "a group within a group")
-        model().host.groups[threading.get_ident()] = {}
+        model().host.groups[getcurrent()] = {}
 
     def groupEnd(self) -> None:
-        group = model().host.groups.pop(threading.get_ident(), None)
+        group = model().host.groups.pop(getcurrent(), None)
         if group is None:
             raise ModelError("mismatch", "the end of a group that never began")
         for (communicator, stream), calls in group.items():
@@ -439,7 +494,7 @@ class SharedFlags(bytearray):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.order: Order = {}
+        self.order = Order()
 
     @classmethod
     def map(cls, fd: int, size: int) -> SharedFlags:
@@ -447,10 +502,10 @@ class SharedFlags(bytearray):
 
     def __setitem__(self, slot: Any, value: Any) -> None:
         super().__setitem__(slot, value)
-        merge(self.order, model().host.tick())
+        self.order.add(_current.host.clock.tick())
 
     def find(self, *arguments: Any) -> int:
-        merge(model().host.order, self.order)
+        self.order.order(_current.host.clock)
         return super().find(*arguments)
 
 
@@ -462,7 +517,7 @@ class Socket:
         self.peer: Socket
         self._bytes = b""
         self._fds: list[int] = []
-        self._order: Order = {}
+        self._order = Order()
         self._last_us = 0.0
 
     @classmethod
@@ -485,12 +540,13 @@ class Socket:
     def send(self, data: bytes, fds: Sequence[int] = ()) -> int:
         now = model()
         self._last_us = max(self._last_us + 0.01, now.now_us + now.dice.uniform(*now.message_us))
-        order = now.host.tick()
+        sent = now.host.clock.tick()
 
         def arrives() -> None:
             self.peer._bytes += data
             self.peer._fds += fds
-            merge(self.peer._order, order)
+            self.peer._order.add(sent)
+            now.changed.add(self.peer)
 
         now.at(self._last_us - now.now_us, arrives)
         return len(data)
@@ -503,7 +559,7 @@ class Socket:
         if not self._bytes:
             raise BlockingIOError
         data, self._bytes = self._bytes, b""
-        merge(model().host.order, self._order)
+        self._order.order(model().host.clock)
         return data
 
     def recvmsg(self, size: int, ancillary: int, flags: int) -> tuple[bytes, list[Any], int, None]:
@@ -513,51 +569,25 @@ class Socket:
         return data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, raw)], 0, None
 
 
-class Worker:
-    """A thread that runs programs, one after the other: those of many runs."""
-
-    idle: ClassVar[list[Worker]] = []
-
-    def __init__(self) -> None:
-        self._given = threading.Semaphore(0)
-        self._program: Callable[[], None]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    @classmethod
-    def run(cls, program: Callable[[], None]) -> None:
-        worker = cls.idle.pop() if cls.idle else cls()
-        worker._program = program
-        worker._given.release()
-
-    def _serve(self) -> None:
-        while self._given.acquire():
-            self._program()
-            self.idle.append(self)
-
-
 class Host:
     """A process with one device."""
 
     def __init__(self, owner: CudaModel, name: str, program: Callable[[Host], None]) -> None:
         self.model, self.name, self._program = owner, name, program
+        self.number = len(owner.hosts)
         first = next(iter(owner.hosts.values()), None)
         self.device: Device = first.device if first and owner.one_gpu else Device(owner)
-        self.order: Order = {}
-        self.groups: dict[int, Group] = {}  # open ones, by thread
+        self.clock = Clock()
+        self.groups: dict[object, Group] = {}  # open ones, by thread
         self.done = False
         self.waits: Callable[[], bool] | None = None
+        self.waits_on: Sequence[object] = ()  # see `block`
         self.blocked_by = ""
-        self.go = threading.Lock()
-        self.go.acquire()
-        self._current: dict[int, Stream] = {}
+        self.thread = greenlet(self._run, owner.thread)
+        self._current: dict[object, Stream] = {}
         self.default: Stream
 
-    def start(self) -> None:
-        """Run the program on a thread, which waits for its turn."""
-        Worker.run(self._run)
-
     def _run(self) -> None:
-        self.go.acquire()
         try:
             if not self.model.stopped:
                 self.default = Stream()
@@ -567,42 +597,40 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self.model.failure = self.model.failure or error
         self.done = True
-        self.model.back.release()  # the thread of `run` goes on
+        self.model.changed.add(self)
 
     @property
     def current(self) -> Stream:
         """The calling thread's stream."""
-        return self._current.setdefault(threading.get_ident(), self.default)
+        return self._current.setdefault(getcurrent(), self.default)
 
     @current.setter
     def current(self, stream: Stream) -> None:
-        self._current[threading.get_ident()] = stream
+        self._current[getcurrent()] = stream
 
     def leave(self) -> None:
-        """Let time pass on this thread until it is this host's turn, or another thread's."""
+        """Let time pass until it is this host's turn, or let another one run."""
         if not self.model.stopped:
             following = self.model.pass_time()
             if following is not self:
-                (self.model.back if following is None else following.go).release()
-                self.go.acquire()
+                (self.model if following is None else following).thread.switch()
         if self.model.stopped:
             raise Stopped
 
-    def tick(self) -> Order:
-        self.order[self] = self.order.get(self, 0) + 1
-        return dict(self.order)
-
     def pause(self, duration_us: float) -> None:
-        self.model.at(duration_us, lambda: self.model.resume(self))
+        self.model.at(duration_us, partial(self.model.resume, self))
         self.leave()
 
-    def block(self, condition: Callable[[], bool], what: str) -> None:
+    def block(
+        self, condition: Callable[[], bool], what: str, on: Sequence[object] = (None,)
+    ) -> None:
+        """Wait until `condition`. on: devices, sockets, locks … that it depends on; None: any."""
         if not condition():
-            self.model.suspend(self, condition, what)
+            self.model.suspend(self, condition, what, on)
 
     def synchronize(self) -> None:
         """Wait for the device, as cudaFree, cudaHostRegister or a lazy module load does."""
-        self.block(lambda: self.device.idle, "its device")
+        self.block(lambda: self.device.idle, "its device", [self.device])
 
     def launch(
         self,
@@ -643,10 +671,11 @@ class CudaModel:
         self.received: list[tuple[str, float, float]] = []  # host, start, end
         self.failure: BaseException | None = None
         self.stopped = False
+        self.changed: set[object] = set()  # that hosts may wait for
+        self._waiting: defaultdict[object, list[Host]] = defaultdict(list)  # by what may end it
         self.lock = threading.RLock()
-        self.back = threading.Lock()
-        self.back.acquire()
-        self._heap: list[tuple[float, float, int, object, Callable[[], None]]] = []
+        self.thread = getcurrent()
+        self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def count_query(self) -> None:
@@ -659,14 +688,18 @@ class CudaModel:
     def transfer_us(self, bytes_: int) -> float:
         return self.latency_us + bytes_ / self.bytes_per_us
 
-    def at(self, delay_us: float, action: Callable[[], None], of: object = None) -> None:
-        """Run an action later. of: the device or host on which it may end a wait; None: any."""
-        entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), of, action)
+    def at(self, delay_us: float, action: Callable[[], None]) -> None:
+        """Run an action later."""
+        entry = (self.now_us + delay_us, self.dice.random(), next(self._numbers), action)
         heapq.heappush(self._heap, entry)
 
-    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
-        """Run the others until `condition`."""
-        host.waits, host.blocked_by = condition, what
+    def suspend(
+        self, host: Host, condition: Callable[[], bool], what: str, on: Sequence[object]
+    ) -> None:
+        """Run the others until `condition`. on: see `Host.block`."""
+        host.waits, host.blocked_by, host.waits_on = condition, what, on
+        for each in on:
+            self._waiting[each].append(host)
         host.leave()
 
     def resume(self, host: Host) -> None:
@@ -675,25 +708,26 @@ class CudaModel:
 
     def run(self, programs: dict[str, Callable[[Host], None]]) -> None:
         """Run all programs to their ends. Raises ModelError."""
+        with torch.inference_mode():  # as some of the programs, which share this thread
+            self._run(programs)
+
+    def _run(self, programs: dict[str, Callable[[Host], None]]) -> None:
         global _current
         _current = self
         for name, program in programs.items():
             self.hosts[name] = Host(self, name, program)
         for host in self.hosts.values():
-            host.start()
             self.at(self.dice.uniform(*self.host_us), partial(self.resume, host))
         try:
             while (following := self.pass_time()) is not None:
-                following.go.release()
-                self.back.acquire()
+                following.thread.switch()
             self._check_end()
         finally:
             self.stopped = True
             for host in self.hosts.values():
                 if not host.done:
                     self.host = host
-                    host.go.release()
-                    self.back.acquire()
+                    host.thread.switch()
             _keep.clear()
             del _starts[1:]
             Stream.by_handle.clear()
@@ -702,10 +736,9 @@ class CudaModel:
 
     def pass_time(self) -> Host | None:
         """Run actions up to a host's turn, and return it; None: the run is over, or has failed."""
-        of = None
         try:
             while self.failure is None:
-                self._end_waits(of)
+                self._end_waits()
                 if not self._heap:
                     if all(host.done for host in self.hosts.values()):
                         break
@@ -713,7 +746,7 @@ class CudaModel:
                         f"{h.name} waits for {h.blocked_by}" for h in self.hosts.values() if h.waits
                     )
                     raise ModelError("deadlock", "; ".join(waits))
-                self.now_us, _, _, of, action = heapq.heappop(self._heap)
+                self.now_us, _, _, action = heapq.heappop(self._heap)
                 action()
                 if self._following is not None:
                     self.host, self._following = self._following, None
@@ -722,15 +755,18 @@ class CudaModel:
             self.failure = self.failure or error
         return None
 
-    def _end_waits(self, of: object) -> None:
-        """Let the hosts go on whose waits an action has ended. of: see `at`."""
-        for host in self.hosts.values():
-            if host.waits is not None and (of is None or of is host.device or of is host):
-                self.host = host
-                if host.waits():
-                    host.waits = None
-                    delay_us = self.dice.uniform(*self.host_us)
-                    self.at(delay_us, partial(self.resume, host))
+    def _end_waits(self) -> None:
+        """Let the hosts go on whose waits have ended by what has changed."""
+        waiting = self._waiting
+        hosts = [*waiting[None], *(host for each in self.changed for host in waiting.get(each, ()))]
+        self.changed.clear()
+        for host in sorted(set(hosts), key=attrgetter("number")) if len(hosts) > 1 else hosts:
+            self.host = host
+            if host.waits is not None and host.waits():
+                host.waits = None
+                for each in host.waits_on:
+                    waiting[each].remove(host)
+                self.at(self.dice.uniform(*self.host_us), partial(self.resume, host))
 
     def _check_end(self) -> None:
         if self.failure is not None:
@@ -756,9 +792,9 @@ class FreeModel(CudaModel):
         self.host = Host(self, "host", lambda host: None)
         self.host.default = Stream()
 
-    def at(self, delay_us: float, action: Callable[[], None], of: object = None) -> None:
+    def at(self, delay_us: float, action: Callable[[], None]) -> None:
         if self.held:
-            super().at(delay_us, action, of)
+            super().at(delay_us, action)
         else:
             action()
 
@@ -768,7 +804,9 @@ class FreeModel(CudaModel):
             while self._heap:
                 heapq.heappop(self._heap)[-1]()
 
-    def suspend(self, host: Host, condition: Callable[[], bool], what: str) -> None:
+    def suspend(
+        self, host: Host, condition: Callable[[], bool], what: str, on: Sequence[object]
+    ) -> None:
         wait_until(condition, f"no {what}", 10.0, 0.001)
 
 

@@ -46,9 +46,8 @@ from tests.support.cuda_model import (
     Order,
     Runtime,
     Socket,
+    Stamp,
     Stopped,
-    learn,
-    merge,
     model,
     range_of,
 )
@@ -104,38 +103,46 @@ def _now_s() -> float:
     return 1e-6 * model().now_us
 
 
-def _block(condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
-    if model().stopped:  # the thread unwinds through code that locks
+def _block(
+    condition: Callable[[], bool], what: str, on: Sequence[object], timeout_s: float | None = None
+) -> bool:
+    """Wait until `condition`, which only changes of `on` make true, or the timeout."""
+    run = model()
+    if run.stopped:  # the thread unwinds through code that locks
         raise Stopped
-    host = model().host
+    if condition():
+        return True
+    host = run.host
     if timeout_s is None:
-        host.block(condition, what)
+        host.block(condition, what, on)
         return True
     end_s = _now_s() + timeout_s
-    if not condition():
-        model().at(1e6 * max(timeout_s, 0.0), lambda: None, host)
-    host.block(lambda: condition() or _now_s() >= end_s - 1e-12, what)
+    run.at(1e6 * max(timeout_s, 0.0), partial(run.changed.add, host))
+    host.block(lambda: condition() or _now_s() >= end_s - 1e-12, what, [*on, host])
     return condition()
 
 
 class _Lock:
     def __init__(self) -> None:
         self._owner: Host | None = None
-        self._released: tuple[Order, Host] | None = None
+        self._released: Stamp | None = None
 
     def acquire(self, timeout: float | None = None) -> bool:
-        end_s = float("inf") if timeout is None else _now_s() + timeout
-        while not _block(lambda: self._owner is None, "a lock", timeout):
-            if _now_s() >= end_s:
-                return False  # else another thread was faster
-        self._owner = model().host
+        run = model()
+        if self._owner is not None or run.stopped:
+            end_s = float("inf") if timeout is None else _now_s() + timeout
+            while not _block(lambda: self._owner is None, "a lock", [self], timeout):
+                if _now_s() >= end_s:
+                    return False  # else another thread was faster
+        self._owner = run.host
         if self._released is not None:
-            learn(self._owner.order, *self._released)
+            self._owner.clock.learn(self._released)
         return True
 
     def release(self) -> None:
-        host = model().host  # which has learnt what was released before
-        self._released, self._owner = (host.tick(), host), None
+        run = model()
+        self._released, self._owner = run.host.clock.tick(), None
+        run.changed.add(self)
 
     def __enter__(self) -> None:
         self.acquire()
@@ -146,11 +153,13 @@ class _Lock:
 
 
 class _Condition(_Lock):
+    """A condition whose state changes under its lock, as `on` of `_block` requires."""
+
     _notified = 0
 
     def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         self.release()
-        _block(lambda: self._owner is None and ready(), "a condition", timeout)
+        _block(lambda: self._owner is None and ready(), "a condition", [self], timeout)
         self.acquire()
         return ready()
 
@@ -168,6 +177,7 @@ class _Event:
 
     def set(self) -> None:
         self._is_set = True
+        model().changed.add(self)
 
     def clear(self) -> None:
         self._is_set = False
@@ -176,7 +186,7 @@ class _Event:
         return self._is_set
 
     def wait(self, timeout: float | None = None) -> bool:
-        return _block(lambda: self._is_set, "a flag", timeout)
+        return _block(lambda: self._is_set, "a flag", [self], timeout)
 
 
 class _Thread:
@@ -188,8 +198,8 @@ class _Thread:
         run, parent = model(), model().host
         name = f"{parent.name}/{len(run.hosts)}"
         host = self._host = run.hosts[name] = Host(run, name, lambda own: self._run(own, parent))
-        host.device, host.order = parent.device, parent.tick()
-        host.start()
+        host.device = parent.device
+        host.clock.learn(parent.clock.tick())
         run.at(run.dice.uniform(*run.host_us), partial(run.resume, host))
 
     def _run(self, host: Host, parent: Host) -> None:
@@ -200,7 +210,8 @@ class _Thread:
         return self._host is not None and not self._host.done
 
     def join(self, timeout: float | None = None) -> None:
-        _block(lambda: not self.is_alive(), "a thread", timeout)
+        on = [] if self._host is None else [self._host]
+        _block(lambda: not self.is_alive(), "a thread", on, timeout)
 
 
 class _Pipe(Socket):
@@ -239,7 +250,7 @@ class _Pipe(Socket):
         return data[:size]
 
     def recv_into(self, view: memoryview, size: int, flags: int) -> int:
-        _block(lambda: len(self._bytes) >= size or self.ended, "a request")
+        _block(lambda: len(self._bytes) >= size or self.ended, "a request", [self])
         data = self.recv(size)
         view[: len(data)] = data
         return len(data)
@@ -247,10 +258,12 @@ class _Pipe(Socket):
     def close(self) -> None:
         def ends() -> None:
             self.ended = self.peer.ended = True  # type: ignore[attr-defined]
+            run.changed.update((self, self.peer))
 
-        self.ended = True
-        if not model().stopped:
-            model().at(30.0, ends)
+        run, self.ended = model(), True
+        run.changed.add(self)
+        if not run.stopped:
+            run.at(30.0, ends)
 
     def shutdown(self, how: int) -> None:
         self.close()
@@ -275,7 +288,8 @@ class _Poll:
         ]
 
     def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-        _block(lambda: bool(self._ready()), "a reply", 1e-3 * timeout_ms)
+        pipes = [pipe for pipe, _ in self._of.values()]
+        _block(lambda: bool(self._ready()), "a reply", pipes, 1e-3 * timeout_ms)
         return self._ready()
 
 
@@ -300,7 +314,7 @@ THREADS = SimpleNamespace(Thread=_Thread, Lock=_Lock, Condition=_Condition, Even
 _NAMES = {
     "threading": THREADS,
     "monotonic_s": _now_s,
-    "time": SimpleNamespace(sleep=lambda seconds: _block(lambda: False, "a time", seconds)),
+    "time": SimpleNamespace(sleep=lambda seconds: _block(lambda: False, "a time", (), seconds)),
     "select": SimpleNamespace(
         poll=_Poll, POLLIN=select.POLLIN, POLLRDHUP=select.POLLRDHUP
     ),
@@ -371,7 +385,7 @@ class GatherWorld:
         self._stores: list[Any] = []
         self._sources: dict[str, Any] = {}
         self._parts: dict[str, list[Any]] = {name: [] for name in self.names}  # of NCCL
-        self._ready: Order = {}  # the addresses' exchange orders what follows after the shards
+        self._ready = Order()  # the addresses' exchange orders what follows after the shards
 
     @staticmethod
     def mark(layer: int, first: int, piece: int) -> int:
@@ -420,13 +434,13 @@ class GatherWorld:
         source.part_layout = layout
         if source._exchange is not None:
             self._record_parts(source)
-        merge(self._ready, model().host.tick())
+        self._ready.add(model().host.clock.tick())
         return source
 
     def _join(self, rank: int, host: Host) -> None:
         """Serve the others, and link to them."""
         host.block(lambda: len(self._sources) == len(self.names), "the others' shards")
-        merge(host.order, self._ready)
+        self._ready.order(host.clock)
         own = self._sources[self.names[rank]]
         peers = [(number, peer) for number, peer in enumerate(self.names) if peer != host.name]
         dials = [THREADS.Thread(self._dial, (own, rank, *peer)) for peer in peers]

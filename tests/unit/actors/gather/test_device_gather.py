@@ -1,6 +1,8 @@
 """Experts gathered between GPUs: real threads and sockets, with memory of the CUDA model."""
 
 import gc
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from actors.channels.listener import ADDRESS_SEPARATOR as SEPARATOR
 from actors.channels.local_process import LocalProcess
 from actors.gather import device_segment, nccl_exchange
 from actors.gather.peer_source import PeerSource
-from contracts.errors import ChannelError, HandshakeError
+from contracts.errors import ChannelError, HandshakeError, PeerError
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertBuffer
 from models.weights.checkpoint import check_checkpoint
@@ -181,6 +183,17 @@ def test_copy_that_does_not_end_loses_its_peer_and_then_names_the_layer(
         gc.collect()
         assert not closed, "memory is open while it may be read"
         free_model.end_held()
+
+
+def test_nccl_id_that_is_too_long_is_an_error_of_its_connection(free_model: FreeModel) -> None:
+    device = free_model.host.current.device
+    exchange = nccl_exchange.NcclExchange("prefill-1", device, 64, 5.0)
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(struct.pack("<I", 4097))
+        with pytest.raises(PeerError) as refused:
+            exchange.connect(here, "prefill-0", serves=False)
+    assert refused.value.message == "prefill-0 sends an NCCL id of 4097 bytes: at most 4096"
 
 
 def test_worker_on_a_cpu_is_refused(folder: Path) -> None:
