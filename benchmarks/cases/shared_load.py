@@ -4,8 +4,7 @@
 
 A random checkpoint of 120 M parameters in float32; two groups of two workers with a core each take
 turns with equal arrivals: three short prompts for a long one, each to the worker with the fewest
-open tokens. Off: the workers gather experts (prefill.experts=gathered). Ranges: of nine in ten
-resamplings of the arrivals.
+open tokens. Off: prefill.experts=gathered. Ranges: of nine in ten resamplings of the arrivals.
 """
 
 import argparse
