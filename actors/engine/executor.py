@@ -126,9 +126,9 @@ class Executor:
         """True if no batch may start because the backend computes for other workers."""
         return self._backend.is_engaged
 
-    def disengage(self) -> None:
+    def disengage(self, waiting_tokens: int) -> None:
         """End computing for other workers where that is possible: requests wait here."""
-        self._backend.disengage()
+        self._backend.disengage(waiting_tokens)
 
     @property
     def in_flight(self) -> int:

@@ -44,7 +44,7 @@ from planner.arrays import Floats
 from planner.costs.exchange_volume import BatchWork, ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.schedule.batch_choice import BatchChoice, BusyWorkers
+from planner.schedule.batch_choice import BatchChoice, BusyWorkers, finishes_layer
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -76,7 +76,10 @@ class GroupParts(NamedTuple):
 
 
 class _Following(NamedTuple):
-    """A call that was accepted. layer: the next one. steps: its rest, if it has begun."""
+    """A call that was accepted. layer: the next one. steps: its rest, if it has begun.
+
+    layer_s, began_s: time of the last layer, and begin of this one.
+    """
 
     leader: str
     call: GroupCall
@@ -84,6 +87,8 @@ class _Following(NamedTuple):
     shared: SharedPass | None = None
     layer: int = 0
     steps: Steps[Tensor] | None = None
+    layer_s: float = 0.0
+    began_s: float = 0.0
 
 
 class ShuffledBackend(StoredBackend):
@@ -232,10 +237,14 @@ class ShuffledBackend(StoredBackend):
 
     # --- following
 
-    def disengage(self) -> None:
-        following, self._following = self._following, None
+    def disengage(self, waiting_tokens: int) -> None:
+        following = self._following
         if following is None:
             return
+        if following.steps is not None and self._finishes_layer(following, waiting_tokens):
+            self._woken.set()  # to decide again after a step
+            return
+        self._following = None
         self._exchange.send(Left(following.layer), self._exchange.number)
         if following.steps is not None:
             following.steps.close()
@@ -245,6 +254,17 @@ class ShuffledBackend(StoredBackend):
             part -= following.layer / following.shared.layers
         rest_s = part * self._choice.alone_s(work, self.copy_s)
         self._busy.note(following.leader, rest_s, self._clock())
+
+    def _finishes_layer(self, following: _Following, waiting_tokens: int) -> bool:
+        batch, copy_s = self._work_of(following.call.slices), self.copy_s
+        flops = self._group.facts.work(0, waiting_tokens)
+        own = batch._replace(tokens=waiting_tokens, flops=flops)
+        own_s, batch_s = (self._choice.alone_s(each, copy_s) for each in (own, batch))
+        layer_s = batch_s / batch.layers
+        expected_s = following.layer_s or layer_s / self._exchange.workers
+        # A late layer is expected to take as long again as it is late.
+        rest_s = abs(following.began_s + expected_s - self._clock())
+        return finishes_layer(rest_s, own_s, layer_s, batch_s)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if self._leading is not None:
@@ -295,13 +315,17 @@ class ShuffledBackend(StoredBackend):
 
     def _follow(self, following: _Following, shared: SharedPass) -> None:
         """Compute a layer, or a part of it if this worker is woken."""
-        steps = following.steps or shared.steps(following.layer)
+        steps = following.steps
+        if steps is None:
+            steps = shared.steps(following.layer)
+            following = following._replace(steps=steps, began_s=self._clock())
         for _ in steps:
             if self._woken.is_set():
                 self._woken.clear()
-                self._following = following._replace(steps=steps)
+                self._following = following
                 return
-        self._following = following._replace(layer=following.layer + 1, steps=None)
+        layer_s = self._clock() - following.began_s
+        self._following = following._replace(layer=following.layer + 1, steps=None, layer_s=layer_s)
         if self._following.layer == shared.layers:
             self._following = None
             self._exchange.end()

@@ -148,8 +148,8 @@ class ExpertBackend(Generic[P]):
         """True while the backend computes for other workers, so that no batch may start."""
         return False
 
-    def disengage(self) -> None:
-        """End computing for other workers, if they can go on without this one."""
+    def disengage(self, waiting_tokens: int) -> None:
+        """End computing for other workers, soon, if they can go on without this one."""
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         """Return what runs several layers of a decode batch at once; None: layers are tasks."""

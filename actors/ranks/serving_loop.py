@@ -247,7 +247,8 @@ class ServingLoop(RankLoop):
             return
         self._compiled.clear()
         if self.executor.is_engaged and len(self.scheduler):
-            self.executor.disengage()
+            waiting = map(self.scheduler.waiting_of, Priority)
+            self.executor.disengage(sum(work.tokens for work in waiting))
         while not self.reason and not self.executor.is_engaged:
             batch = self._next_batch()
             if batch is None:

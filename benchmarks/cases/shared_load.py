@@ -4,8 +4,7 @@
 
 A random checkpoint of 120 M parameters in float32; two groups of two workers with a core each take
 turns with equal arrivals: three short prompts for a long one, each to the worker with the fewest
-open tokens. Off: the workers gather experts (prefill.experts=gathered). Ranges: of nine in ten
-resamplings of the arrivals.
+open tokens. Off: prefill.experts=gathered. Ranges: of nine in ten resamplings of the arrivals.
 """
 
 import argparse
@@ -131,18 +130,16 @@ def measure(options: argparse.Namespace) -> Measured:
 
 def ratio_range(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
     """Return the range of nine in ten ratios of means of resampled pairs."""
-    dice, pairs, ratios = random.Random(0), list(zip(seconds, others, strict=True)), []
-    for _ in range(1000):
-        one, other = zip(*dice.choices(pairs, k=len(pairs)), strict=True)
-        ratios.append(sum(one) / sum(other))
+    dice, pairs = random.Random(0), list(zip(seconds, others, strict=True))
+    draws = (zip(*dice.choices(pairs, k=len(pairs)), strict=True) for _ in range(1000))
+    ratios = [sum(one) / sum(other) for one, other in draws]
     return percentile(ratios, 0.05), percentile(ratios, 0.95)
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     seconds = {name: row for name, row in sorted(summary.items()) if "," in name}
     title = f"Seconds to the answer, capacity {summary['prompts_per_s']:.2f} prompts/s"
-    columns = "prompts", "mean", "p50", "p90", "low", "high"
-    return [table_of(seconds, title, "load", columns)]
+    return [table_of(seconds, title, "load", ("prompts", "mean", "p50", "p90", "low", "high"))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -84,11 +84,9 @@ class SharedWorkers:
 
     def run_experts(self, layer: int, routed: Sequence[RoutedTokens], number: int) -> float:
         """Return the seconds of a layer's experts, with tokens of each worker."""
-
-        def work(rank: int) -> None:
-            run_to_end(self.exchanges[rank].sums(layer, routed[rank]))
-
-        return self._run(work, number)
+        pairs = zip(self.exchanges, routed, strict=True)
+        sums = [exchange.sums(layer, rows) for exchange, rows in pairs]
+        return self._run(lambda rank: run_to_end(sums[rank]), number)
 
     def _run(self, work: Callable[[int], object], number: int) -> float:
         """Return the seconds of some work on each worker at once."""

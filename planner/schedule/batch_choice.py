@@ -75,6 +75,15 @@ class BatchChoice:
         return is_first
 
 
+def finishes_layer(rest_s: float, own_s: float, layer_s: float, batch_s: float) -> bool:
+    """Return whether a worker with requests of its own finishes a layer of a shared batch first.
+
+    If it leaves in the layer, the leader computes that again alone, in layer_s; else requests wait
+    for the rest. Both losses are compared relative to what they delay, own_s and batch_s alone.
+    """
+    return rest_s * batch_s < (layer_s - rest_s) * own_s
+
+
 class BusyWorkers:
     """Other workers that compute alone, by their own announcements or by what is known of them."""
 

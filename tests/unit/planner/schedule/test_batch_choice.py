@@ -7,7 +7,12 @@ import math
 import pytest
 
 from planner.costs.exchange_volume import BatchWork
-from planner.schedule.batch_choice import LONGEST_BUSY_S, BatchChoice, BusyWorkers
+from planner.schedule.batch_choice import (
+    LONGEST_BUSY_S,
+    BatchChoice,
+    BusyWorkers,
+    finishes_layer,
+)
 
 BATCH, SHORT = (BatchWork(tokens, tokens * 10**6, 8, 2048) for tokens in (1500, 100))
 
@@ -56,3 +61,12 @@ def test_announcement_of_any_length_keeps_others_from_sharing_for_a_limited_time
     busy = BusyWorkers()
     busy.note("prefill-1", seconds, 100.0)
     assert busy.until_s == 100.0 + LONGEST_BUSY_S
+
+
+def test_worker_leaves_within_a_layer_if_that_delays_its_leader_relatively_less() -> None:
+    short_s, batch_s, layer_s = 0.12, 1.2, 0.15
+    assert not finishes_layer(0.1, short_s, layer_s, batch_s)
+    assert finishes_layer(0.01, short_s, layer_s, batch_s)
+    assert finishes_layer(0.07, batch_s, layer_s, batch_s)  # as long as the batch itself
+    assert not finishes_layer(0.08, batch_s, layer_s, batch_s)
+    assert not finishes_layer(0.0, short_s, 0.0, 0.0)  # nothing was measured
