@@ -62,8 +62,10 @@ def replica_chooser(slot_ER: Array) -> FewestRanksChooser | RoundRobinChooser:
     """Return the choice of one layer's replicas. slot_ER: -1 on ranks without the expert."""
     from kernels.replica_choice import MAX_RANKS
 
-    chooser = FewestRanksChooser if slot_ER.shape[1] <= MAX_RANKS else RoundRobinChooser
-    return chooser(slot_ER)
+    if slot_ER.shape[1] > MAX_RANKS:
+        return RoundRobinChooser(slot_ER)
+    compile_rule()
+    return FewestRanksChooser(slot_ER)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.architecture.support import ROOT, tracked_files
+from tests.architecture.support import ROOT, parse, tracked_files
 
 PRODUCT = ("contracts", "kernels", "models", "planner", "actors", "cluster", "deploy", "dashboards")
 CODE = (*PRODUCT, "benchmarks", "training", "tests")
@@ -91,7 +91,7 @@ def python_files(folders: tuple[str, ...]) -> list[Path]:
 
 @functools.cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return parse(path)
 
 
 def _lines(folders: tuple[str, ...]) -> int:
@@ -118,8 +118,9 @@ def banned_identifiers() -> list[str]:
     return [
         f"{_place(path, node)} {name}"
         for path in python_files(CODE)
+        if any(map(_is_banned, re.findall(r"[A-Za-z_]\w*", path.read_text("utf-8"))))  # saves trees
         for node, name in _defined_names(_tree(path))
-        if BANNED_WORDS.intersection(_split(name))
+        if _is_banned(name)
     ]
 
 
@@ -141,13 +142,29 @@ def idiomatic_docstrings() -> list[str]:
 
 @functools.cache
 def _docstrings() -> list[tuple[str, str]]:
-    documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     return [
         (_place(path, node), text)
         for path in python_files(PRODUCT)
-        for node in ast.walk(_tree(path))
-        if isinstance(node, documented) and (text := ast.get_docstring(node))
+        for node in _definitions(_tree(path))
+        if (text := ast.get_docstring(node))
     ]
+
+
+def _definitions(
+    node: ast.AST,
+) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield modules, classes and functions, without a look into expressions."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        statements = getattr(node, field, None)
+        for child in statements if isinstance(statements, list) else ():
+            yield from _definitions(child)
+
+
+@functools.cache
+def _is_banned(name: str) -> bool:
+    return not BANNED_WORDS.isdisjoint(_split(name))
 
 
 def _defined_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import subprocess
 from pathlib import Path
 
@@ -22,11 +23,21 @@ def tracked_files() -> tuple[Path, ...]:
     return tuple(path for path in found if path.is_file())
 
 
+def parse(path: Path) -> ast.Module:
+    """Return a file's tree, which no garbage collection looks through from then on."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @functools.cache
 def modules() -> dict[str, ast.Module]:
     """Return path → syntax tree of the packages' modules."""
     return {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        path.relative_to(ROOT).as_posix(): parse(path)
         for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
     }

@@ -369,8 +369,7 @@ def test_unloadable_weights_are_named_without_leaks(
     assert all(is_gone(process.pid) for process in group.processes.values())
 
 
-def test_oversized_pool_is_named_without_leaks(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_oversized_pool_is_named_without_leaks(deep: Path) -> None:
     config = group_config(1, 1, kv={"pool_tokens": 1 << 40})
     group = LocalGroup(str(deep), config)
     with pytest.raises(ResourceError, match=r"attention-0.*kv\.pool_tokens"):

@@ -23,6 +23,7 @@ from tests.support.prefill_workers import (
 )
 from tests.support.tiny_models import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 SEEN_WITHIN_S = 10.0
 TIMEOUT_S = 20.0
 

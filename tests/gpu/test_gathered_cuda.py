@@ -15,6 +15,7 @@ from tests.support.tiny_models import Checkpoints
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("forked_processes"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
 

@@ -82,11 +82,12 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {  # expert ranks, overrides
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_answers_and_counters_are_those_of_packets(
-    tiny_checkpoint: Checkpoints, family: str, dtype: str
+    tiny_checkpoint: Checkpoints, number: int, family: str, turn: int
 ) -> None:
+    dtype = ("float32", "bfloat16")[(number + turn) % 2]
     experts, overrides = FAMILIES[family]
     folder = tiny_checkpoint(family, **overrides)
     config = group_config(1, experts, model={"dtype": dtype}, kv={"prefix_cache": False})

@@ -227,28 +227,30 @@ def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL_FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [(family, n % 2) for n, family in enumerate([*FAMILIES, *UNUSUAL_FAMILIES])],
+)
 def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Checkpoints, family: str
+    tiny_checkpoint: Checkpoints, family: str, seed: int
 ) -> None:
     """Pools so small that LS takes blocks from BE, prompts that share, requests that are cancelled:
     and afterwards no block is missing."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
-    for seed in range(2):
-        chance = random.Random(f"{family} {seed}")
-        config = group_config(
-            1 + seed % 2,
-            chance.randint(1, 2),
-            kv={"pool_tokens": BLOCK * chance.choice([14, 24, 64])},
-            schedule={"max_batch_tokens": chance.choice([32, 96])},
-        )
-        with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
-            submit = partial(_submit, chance, client)
-            check_random_requests(chance, client, local, submit, str(seed))
-            for rank in group.attention:
-                blocks = rank_blocks(rank)
-                assert blocks["used"] == 0
+    chance = random.Random(f"{family} {seed}")
+    config = group_config(
+        1 + seed,
+        chance.randint(1, 2),
+        kv={"pool_tokens": BLOCK * chance.choice([14, 24, 64])},
+        schedule={"max_batch_tokens": chance.choice([32, 96])},
+    )
+    with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
+        submit = partial(_submit, chance, client)
+        check_random_requests(chance, client, local, submit, str(seed))
+        for rank in group.attention:
+            blocks = rank_blocks(rank)
+            assert blocks["used"] == 0
 
 
 def test_on_the_bundled_model_tokens_are_those_of_an_undisturbed_run() -> None:

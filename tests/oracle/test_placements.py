@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from actors.gather import all_to_all
@@ -64,17 +65,27 @@ def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_p
                 _check(client, local, prompts(number, LENGTHS))
 
 
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+VARIANTS: list[tuple[str, list[int], dict[str, Any], bool]] = [
+    ("shm", [1, 2], {}, False),
+    ("tcp", [0, 2, 3, 0], {}, False),
+    ("tcp", [1, 3], {"slots": 12}, False),
+    ("shm", [0, 0, 0], {}, True),
+    ("tcp", [1, 0, 2], {}, True),
+    ("tcp", [1, 3], {"slots": 12}, True),
+]
+
+
+def _crossed(variants: Sequence[tuple[Any, ...]]) -> list[ParameterSet]:
+    """Return each family with every second variant, and the rest as slow ones."""
+    return [
+        pytest.param(*family, *variant, marks=(pytest.mark.slow,) * ((number + place) % 2))
+        for number, family in enumerate(FAMILIES)
+        for place, variant in enumerate(variants)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("backend", "extra", "experts", "as_on_a_device"),
-    [
-        ("shm", [1, 2], {}, False),
-        ("tcp", [0, 2, 3, 0], {}, False),
-        ("tcp", [1, 3], {"slots": 12}, False),
-        ("shm", [0, 0, 0], {}, True),
-        ("tcp", [1, 0, 2], {}, True),
-        ("tcp", [1, 3], {"slots": 12}, True),
-    ],
+    ("family", "overrides", "backend", "extra", "experts", "as_on_a_device"), _crossed(VARIANTS)
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
@@ -101,8 +112,7 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
             _check(client, local, prompts(number, LENGTHS))
 
 
-@pytest.mark.parametrize("as_on_a_device", [False, True])
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize(("family", "overrides", "as_on_a_device"), _crossed([(False,), (True,)]))
 def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
     family: str,

@@ -41,11 +41,12 @@ class StreamedRequest:
         return [self._client.generated(request)[0] for request in self._greedy]
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family for family, _ in FAMILIES])
 def test_answers_stay_the_same_while_experts_move(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], backend: str
+    tiny_checkpoint: Checkpoints, number: int, turn: int
 ) -> None:
+    (family, overrides), backend = FAMILIES[number], ("shm", "tcp")[(number + turn) % 2]
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
     sequences, chance = prompts(3, [23, 1, 40, 7, 64]), random.Random(1)

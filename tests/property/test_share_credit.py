@@ -174,7 +174,7 @@ def test_best_effort_gets_exactly_its_share(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedules", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [750, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_share_bounds_hold_in_random_schedules(schedules: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(schedules):

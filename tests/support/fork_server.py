@@ -1,9 +1,10 @@
-"""Processes forked from one that has imported torch, which saves the seconds of an import.
+"""Processes forked from one that has imported torch and loaded the compiled kernels.
 
 `python -m tests.support.fork_server FD` serves until the other end of that socket closes.
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -145,6 +146,8 @@ def _next_child(server: socket.socket) -> dict[str, Any] | None:
 
 def main() -> None:
     importlib.import_module(IMPORTED)
+    importlib.import_module("kernels.linear").compile_kernels()  # starts no thread
+    gc.freeze()  # no collection of a child looks through what is imported
     with socket.socket(fileno=int(sys.argv[1])) as server:
         child = _next_child(server)
     if child is not None:

@@ -4,16 +4,15 @@
 prints its address and ends when standard input closes.
 """
 
-import os
 import secrets
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from actors.gather.peer_source import PeerSource, own_part
@@ -25,7 +24,8 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import CheckpointParts
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from tests.support.group_harness import group_config
+from tests.support.fork_server import ForkedProcess
+from tests.support.group_harness import group_config, until
 from tests.support.rank_specs import rank_spec
 
 TOKEN = secrets.token_bytes(32)
@@ -141,32 +141,26 @@ class Peer:
     """Weights of another process. `process`: to stop or kill."""
 
     def __init__(self, folder: Path, rank: int, workers: int, backend: str) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.support.prefill_workers"),
-                *(str(folder), str(rank), str(workers), backend, TOKEN.hex()),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
+        arguments = str(folder), str(rank), str(workers), backend, TOKEN.hex()
+        self.process = ForkedProcess("tests.support.prefill_workers", *arguments)
+        self.address = self.process.stdout.readline().decode().strip()
 
     def stop(self) -> None:
         """Return once all of its threads are stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        until(lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10.0)
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 @contextmanager
 def peer_process(folder: Path, rank: int, workers: int, backend: str) -> Iterator[Peer]:
-    peer = Peer(folder, rank, workers, backend)
-    try:
+    with closing(Peer(folder, rank, workers, backend)) as peer:
         yield peer
-    finally:
-        peer.process.kill()
-        peer.process.communicate(timeout=10)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.planning import link_probe as link_probe_module
 from actors.planning import stage_probe as stage_probe_module
 from actors.planning.calibration import BUDGET_S, PROBE_TOKENS, calibrate
 from actors.planning.link_probe import link_probe
@@ -44,6 +45,7 @@ from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
+from tests.support.fork_server import start_forked
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until
 from tests.support.rank_specs import rank_spec
 from tests.support.simulated_group import hardware
@@ -504,7 +506,9 @@ def test_model_larger_than_memory_is_rejected(tiny_checkpoint: Checkpoints) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_link_is_timed_in_both_directions(backend: str) -> None:
+@pytest.mark.usefixtures("forked_processes")
+def test_link_is_timed_in_both_directions(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_forked(monkeypatch, link_probe_module)
     with link_probe(backend) as probe:
         transfers = [probe.transfer(size) for size in (1, 4096, 1 << 20)]
     assert [transfer.num_bytes for transfer in transfers] == [1, 4096, 1 << 20]

@@ -312,11 +312,9 @@ def test_wrong_argument_is_one_line_with_suggestion(
 
 
 @pytest.mark.long
-def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
-    spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048, "devices": 4}
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+def test_closed_output_pipe_ends_the_command() -> None:
     for more in ([], ["--json"]):
-        command = [sys.executable, "-m", "cluster", "plan", str(tmp_path / "spec.json"), *more]
+        command = [sys.executable, "-m", "cluster", "config", *more]
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "wb") as stdout:

@@ -116,7 +116,8 @@ POINT = {
     "definitions": {"digit": DIGIT},
     "additionalProperties": False,
 }
-TOOLS: list[dict[str, Any]] = [{"name": "move", "parameters": POINT}, {"name": "wait"}]
+NOTHING: dict[str, Any] = {"type": "object", "additionalProperties": False}
+TOOLS = [{"name": "move", "parameters": POINT}, {"name": "wait", "parameters": NOTHING}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,41 +126,50 @@ def test_forced_answer_is_a_call_of_a_tool(api: Api, choice: str, stream: bool) 
     tools = [{"type": "function", "function": tool} for tool in TOOLS]
     named = {"type": "function", "function": {"name": choice}}
     forced = {"tools": tools, "tool_choice": choice if choice == "required" else named}
-    fields = {"messages": [{"role": "user", "content": "Go."}], **forced}
-    for seed in range(4):
-        calls = [("", "")]
-        body = {"max_tokens": 160, "temperature": 1.0, "seed": seed, **fields}
-        if stream:
-            calls, reason = _streamed_calls(api, body)
-        else:
-            (made,) = answers(api, **body, n=1)
-            found = made["message"].get("tool_calls", [])
-            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found]
-            reason = made["finish_reason"]
+    body: dict[str, Any] = {"seed": 0, "n": 8, **forced}
+    body["messages"] = [{"role": "user", "content": "Go."}]
+    body |= {"parallel_tool_calls": False, "max_tokens": 160, "temperature": 1.0}
+    found = _streamed_calls(api, body) if stream else _whole_calls(api, body)
+    assert any(reason != "length" for _, reason in found)
+    for calls, reason in found:
         if reason == "length":
             continue
         assert reason == "tool_calls"
         for name, arguments in calls:
-            assert name in (["move"] if choice == "move" else ["move", "wait"])
+            assert choice in (name, "required")
             (tool,) = [tool for tool in TOOLS if tool["name"] == name]
-            jsonschema.validate(json.loads(arguments), tool.get("parameters", {"type": "object"}))
+            jsonschema.validate(json.loads(arguments), tool["parameters"])
 
 
-def _streamed_calls(api: Api, body: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+Calls = tuple[list[tuple[str, str]], str]  # names and arguments, finish reason
+
+
+def _whole_calls(api: Api, body: dict[str, Any]) -> list[Calls]:
+    found = []
+    for made in answers(api, **body):
+        functions = [call["function"] for call in made["message"].get("tool_calls", [])]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+        found.append((calls, made["finish_reason"]))
+    return found
+
+
+def _streamed_calls(api: Api, body: dict[str, Any]) -> list[Calls]:
     response = api.post("/v1/chat/completions", stream=True, **body)
-    calls, reason = [], ""
+    found: list[Calls] = [([], "")] * body["n"]
     for line in response.text.split("\n"):
         if not line.startswith("data: {"):
             continue
         (choice,) = json.loads(line[6:])["choices"]
-        reason = choice["finish_reason"] or reason
+        calls, reason = found[choice["index"]]
+        calls = [*calls]
         for call in choice["delta"].get("tool_calls", []):
             function = call["function"]
             if "name" in function:
                 calls.append((function["name"], function["arguments"]))
             else:
                 calls[-1] = (calls[-1][0], calls[-1][1] + function["arguments"])
-    return calls, reason
+        found[choice["index"]] = calls, choice["finish_reason"] or reason
+    return found
 
 
 def test_unusable_tools_are_rejected(api: Api) -> None:

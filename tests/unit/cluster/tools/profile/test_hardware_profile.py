@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.planning import link_probe
 from cluster.cli.main import main
 from cluster.fleet.hardware import known_hardware, load_hardware
 from cluster.tools.profile.hardware_profile import MAX_ATTEMPTS, _until_certain, batches
@@ -30,6 +31,7 @@ from planner.costs.stage_fit import (
     fit_link,
     fit_serving,
 )
+from tests.support.fork_server import start_forked
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.tiny_models import Checkpoints
 
@@ -38,7 +40,9 @@ QWEN = shape(QWEN3_235B)
 
 @pytest.fixture(scope="module")
 def profiled(
-    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints,
+    tmp_path_factory: pytest.TempPathFactory,
+    forked_processes: None,
 ) -> tuple[Path, Path]:
     """Return (hardware file, plot) of a short run on a model with shared experts."""
     pytest.importorskip("matplotlib")
@@ -46,7 +50,9 @@ def profiled(
     output, plot = folder / "here.json", folder / "here.svg"
     model = tiny_checkpoint("deepseek_v3")
     arguments = ["profile", "--model", str(model), "--seconds", "5", "--json"]
-    assert main([*arguments, "--output", str(output), "--plot", str(plot)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        start_forked(patch, link_probe)
+        assert main([*arguments, "--output", str(output), "--plot", str(plot)]) == 0
     return output, plot
 
 
