@@ -255,12 +255,8 @@ class TaskSpans:
 
     def end_layers(self, micro_batch: MicroBatch, first: int, ends: LayerEnds) -> None:
         """Record the stages of layers from `first` on, which were run in one call of the host."""
-        number, index, tokens = (
-            micro_batch.batch.scheduled.number,
-            micro_batch.index,
-            micro_batch.tokens,
-        )
-        since_s = end_s = self._since_s
+        number, since_s = micro_batch.batch.scheduled.number, self._since_s
+        index, tokens, end_s = micro_batch.index, micro_batch.tokens, since_s
         seconds = defaultdict[Stage, list[float]](list)
         for stages in ends:
             for stage, at_s in stages:

@@ -246,30 +246,26 @@ class RemoteLayerDecoder(LayerDecoder):
             self._add_transfers(first, reached, owner)
 
     def _add_transfers(self, first: int, reached: int, owner: CallOwner) -> None:
-        names = self._transfers
+        names, layers = self._transfers, range(first, reached)
         sent_LR = self._sent[first:reached, :, 0].tolist()
         answered_LR = (1e-9 * self._answered[first:reached]).tolist()
         arrived_L = (1e-9 * self._clock[first:reached, -1]).tolist()
         replies = [
-            (layer, rank, rows, answered_s, arrived_s)
-            for layer, (sent, answered, arrived_s) in enumerate(
-                zip(sent_LR, answered_LR, arrived_L, strict=True), first
+            (names[rank], answered_s, arrived_s, layer, rows)
+            for layer, sent, answered, arrived_s in zip(
+                layers, sent_LR, answered_LR, arrived_L, strict=True
             )
             for rank, (rows, answered_s) in enumerate(zip(sent, answered, strict=True))
             if rows
         ]
 
-        def make() -> list[TaskSpan]:
-            return [
-                TaskSpan(
-                    names[rank], Stage.E2A, answered_s, arrived_s, owner.batch, layer,
-                    owner.micro_batch, 0, rows,
-                )
-                for layer, rank, rows, answered_s, arrived_s in replies
-            ]  # fmt: skip
+        def make() -> Iterator[TaskSpan]:
+            for name, start_s, end_s, layer, rows in replies:
+                task = owner.batch, layer, owner.micro_batch, 0, rows
+                yield TaskSpan(name, Stage.E2A, start_s, end_s, *task)
 
         if replies:
-            seconds = {Stage.E2A: [end_s - start_s for *_, start_s, end_s in replies]}
+            seconds = {Stage.E2A: [end_s - start_s for _, start_s, end_s, _, _ in replies]}
             self._parts.timeline.add(SpanGroup(Stage.E2A, arrived_L[-1], seconds, make))
 
 

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,13 +60,6 @@ class AttentionOutput:
 
     hidden_TD: Tensor
     routed: RoutedTokens | None
-
-
-class RowLogits(NamedTuple):
-    """Logits of rows, float32 [R, V], and the places of their largest; None: not computed."""
-
-    logits_RV: Tensor
-    best_R: NDArray[np.int64] | None
 
 
 class _Mlp:
@@ -460,18 +452,20 @@ class AttentionHalf:
         logits_RV = self._head(x_RD).float()
         return logits_RV if self.spec.logits_scale == 1.0 else logits_RV * self.spec.logits_scale
 
-    def row_logits(self, hidden_TD: Tensor, rows: Sequence[int]) -> RowLogits:
-        """Return `logits` of some rows; on the CPU in one call, with the places of the largest."""
+    def row_logits(
+        self, hidden_TD: Tensor, rows: Sequence[int]
+    ) -> tuple[Tensor, NDArray[np.int64] | None]:
+        """Return the logits of rows [R, V] and, on the CPU, the place of each one's largest."""
         is_queued = runs_on_device(hidden_TD.device)
         if self._head_fields is None or is_queued or not hidden_TD.is_contiguous():
             rows_R = torch.tensor(rows, device=hidden_TD.device)
-            return RowLogits(self.logits(hidden_TD[rows_R]), None)
+            return self.logits(hidden_TD[rows_R]), None
         numbers_R, best_R = np.array(rows), np.empty(len(rows), np.int64)
         logits_RV = torch.empty((len(rows), self._head.shape[0]))
         fields, chosen, best = (each.ctypes.data for each in (self._head_fields, numbers_R, best_R))
         hidden, logits = hidden_TD.data_ptr(), logits_RV.data_ptr()
         finish_rows(shared_pool(), fields, hidden, chosen, len(rows), logits, best)
-        return RowLogits(logits_RV, best_R)
+        return logits_RV, best_R
 
     def _norm_tiles(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
         return map_tiles(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
