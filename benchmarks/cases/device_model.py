@@ -1,8 +1,7 @@
 """The GPU channels and gathers on a model of the CUDA runtime (simulated; no GPU is used).
 
-`--runs 1000000` takes about an hour on two cores. A run is one random interleaving of the real code
-of `nccl`, `ipc` and the gather: processes, messages, kernels and transfers at random times. Most
-workloads are small, so that there are many.
+A run is one random interleaving of the real code of `nccl`, `ipc` and the gather: processes,
+messages, kernels and transfers at random times. A million take several hours on two cores.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ RANKS = {
 # "batched_mm" copies the expert weights for every token.
 IMPLEMENTATIONS = [Implementation(e, a) for e in ("eager", "grouped_mm") for a in ("sdpa", "eager")]
 CLEARLY_SLOWER = 3.0  # a first pass, which may compile: not timed again
-CHOICE_ROUNDS = 2
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 # Of first tokens: weights are random, and llama.cpp keeps K and V in float16.
 AGREEMENT = {"float32": 0.8, "bfloat16": 0.4}
@@ -114,9 +113,9 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
                     batch[:, :SHARED] = batch[0, :SHARED]
                 for engine, side in sides.items():
                     if engine == "transformers":
-                        if phase not in fastest:  # classify: a prefill, without a prefix cache
-                            known = fastest[PREFILL] if run == "classify" else None
-                            fastest[phase] = known or await _fastest(side, run, batch)
+                        if run == "classify":  # a prefill, without a prefix cache
+                            fastest[phase] = fastest[PREFILL]
+                        fastest[phase] = fastest.get(phase) or await _fastest(side, run, batch)
                         side.use(fastest[phase])
                     wait_for_idle([os.getpid()], limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
                     seconds, answers[engine] = await _timed(side, run, batch)
@@ -143,7 +142,7 @@ async def _timed(side: Any, run: str, batch: torch.Tensor) -> tuple[float, list[
 async def _fastest(theirs: Theirs, run: str, batch: torch.Tensor) -> Implementation:
     """Return the implementation with the fastest pass after a first one, which warms up."""
     seconds = dict.fromkeys(IMPLEMENTATIONS, math.inf)
-    for number in range(1 + CHOICE_ROUNDS):
+    for number in range(3):
         slowest_s = CLEARLY_SLOWER * min(seconds.values())
         for choice in [each for each, known_s in seconds.items() if known_s <= slowest_s]:
             theirs.use(choice)
