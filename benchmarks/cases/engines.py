@@ -188,19 +188,13 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     rows = list(summary.items())
     others = [name for name in ("llama.cpp", "OpenVINO", "transformers") if name in rows[0][1]]
     engines, limit = [*RANKS, *others], "colocated / limit"
+    parts = {phase: f"{row['colocated'] / row['limit']:.0%}" for phase, row in rows}
     ratios = [f"{engine} / {other}" for other in others for engine in RANKS]
     return [
         Table(
             "Tokens/s, medians",
             ["phase", *engines, limit],
-            [
-                [
-                    phase,
-                    *(f"{row[e]:,.0f}" for e in engines),
-                    f"{row['colocated'] / row['limit']:.0%}",
-                ]
-                for phase, row in rows
-            ],
+            [[phase, *(f"{row[e]:,.0f}" for e in engines), parts[phase]] for phase, row in rows],
         ),
         Table(
             "Medians of ratios by round",
