@@ -101,7 +101,7 @@ class StubExecutor:
 
 def stub_rank(spec: RankSpec) -> Rank:
     """Make the rank. Raises CheckpointError."""
-    started_s, config = monotonic_s(), spec.config
+    config = spec.config
     model = check_checkpoint(Path(spec.model_folder))
     context_tokens = config.model.context_tokens(model.max_context_tokens)
     pool_tokens = config.kv.pool_tokens or CACHED_BLOCKS * config.kv.block_tokens
@@ -124,4 +124,4 @@ def stub_rank(spec: RankSpec) -> Rank:
     )
     served = ServedModel(model.vocab_size, context_tokens)
     recorded = recording(telemetry, spec.config.trace.spans)
-    return serving_rank(spec, served, serving, recorded, RankHooks(), started_s=started_s)
+    return serving_rank(spec, served, serving, recorded, RankHooks())
