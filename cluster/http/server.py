@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import resource
+import secrets
 import socket
 import ssl
 import time
@@ -36,6 +37,7 @@ ACCEPTS_PER_TURN = 64  # then the event loop continues
 BACKLOG = 2048
 PAUSE_S = 0.5
 TLS_CHECK_TICKS = 100  # ten seconds between checks for a renewed certificate
+_UNASSIGNED_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below the ephemeral ones
 
 
 class UvicornServer(uvicorn.Server):
@@ -225,10 +227,11 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return an unused loopback port."""
-    with bind("127.0.0.1", 0) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Return an unused loopback port that neither Linux nor Ray assigns to another socket."""
+    while True:
+        port = _UNASSIGNED_PORTS[secrets.randbelow(len(_UNASSIGNED_PORTS))]
+        with contextlib.suppress(ResourceError), bind("127.0.0.1", port):
+            return port
 
 
 def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:

@@ -11,7 +11,7 @@ from benchmarks.support.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, run
 from models.text.tokenizer import Tokenizer
 from tests.support.local_model import LocalModel
 
-pytestmark = [pytest.mark.net, pytest.mark.ray]
+pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = ROOT / "models" / "bundled"
@@ -23,7 +23,6 @@ def test_spread_groups_answer_over_tcp_between_two_nodes(two_nodes: TwoNodes) ->
     server = subprocess.Popen(
         [
             *(*inside, sys.executable, "-m", "cluster", "serve", "--dtype", "float32"),
-            *("--attention-ranks", "2", "--expert-ranks", "2"),
             *("--set", "groups.placement=spread", "--set", f"groups.address={ADDRESS}"),
         ],
         stdout=subprocess.PIPE,

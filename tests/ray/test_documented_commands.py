@@ -1,6 +1,6 @@
-"""Documented servers and requests, run as documented, from an empty folder.
+"""A documented server and the requests, run as documented, from an empty folder.
 
-The servers start local Ray clusters of their own.
+The server starts a local Ray cluster of its own; test_existing_cluster.py runs the other server.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED
 from tests.support.documented import Command, documented
+from tests.support.ray_head import RayHead
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
 BIN = Path(sys.executable).parent
@@ -30,34 +31,19 @@ PAGES = ("README.md", "docs/usage.md")
 SMALL = "--set kv.pool_tokens=4096"  # other tests run at the same time
 
 
-def _requests_by_server() -> dict[str, list[Command]]:
-    """Return the documented servers, each with the distinct requests that follow on its page."""
-    servers: dict[str, list[Command]] = {}
-    for document in PAGES:
-        requests: list[Command] = []
-        for command in documented():
-            if command.document != document:
-                continue
-            if re.match(r"tandem serve .*-ranks", command.text):
-                requests = servers.setdefault(command.text, [])
-            elif _is_request(command) and command.text not in [known.text for known in requests]:
-                requests.append(command)
-    return servers
-
-
 def _is_request(command: Command) -> bool:
     return command.text.startswith("curl ") or command.language == "python"
 
 
-SERVERS = _requests_by_server()
-REQUESTS = [(server, command) for server, found in SERVERS.items() for command in found]
-BULK = sorted({c.text for c in documented() if c.text.startswith("tandem bulk --model")})
+_ON_PAGES = [command for command in documented() if command.document in PAGES]
+SERVERS = sorted({c.text for c in _ON_PAGES if re.match(r"tandem serve .*-ranks [1-9]", c.text)})
+REQUESTS = list({c.text: c for c in _ON_PAGES if _is_request(c)}.values())
+BULK = sorted({c.text for c in _ON_PAGES if c.text.startswith("tandem bulk --model")})
 
 
 class Server(NamedTuple):
     port: int
     folder: Path
-    model: str
 
 
 def environment() -> dict[str, str]:
@@ -94,7 +80,8 @@ def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         assert any("raylet" in child.name() for child in children), children
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=DEADLINE_S)
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            assert (process.returncode, output[-9:]) == (0, "stopping\n"), output
             _, alive = psutil.wait_procs(children, timeout=15.0)
             assert not alive
         finally:
@@ -102,27 +89,24 @@ def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run the server with attention and expert ranks, which answers the requests of both."""
+    (text,) = (text for text in SERVERS if "--model DIR" in text)
     folder, port = tmp_path_factory.mktemp("user"), free_port()
     (folder / "DIR").symlink_to(resolve_model_folder(BUNDLED))
-    with started(f"{request.param} --port {port} {SMALL}", folder) as process:
+    with started(f"{text} --port {port} {SMALL}", folder) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("ready in ") for line in lines)
-        yield Server(port, folder, "DIR" if "--model DIR" in request.param else BUNDLED)
+        yield Server(port, folder)
 
 
 @pytest.mark.parametrize(
-    ("server", "command"),
-    [pytest.param(*pair, id=f"{pair[1].document}:{pair[1].line}") for pair in REQUESTS],
-    indirect=["server"],
-    scope="module",
+    "command", [pytest.param(one, id=f"{one.document}:{one.line}") for one in REQUESTS]
 )
 def test_documented_request_is_answered(server: Server, command: Command) -> None:
     text = command.text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
-    text = text.replace('"bundled"', f'"{server.model}"')
+    text = text.replace('"bundled"', '"DIR"')
     shell = [sys.executable, "-c"] if command.language == "python" else ["bash", "-c"]
     output = output_of([*shell, text], server.folder)
     assert output.strip()
@@ -131,17 +115,20 @@ def test_documented_request_is_answered(server: Server, command: Command) -> Non
         assert "error" not in answer, answer
 
 
-def test_documented_servers_have_documented_requests() -> None:
-    assert len(SERVERS) >= 2
-    assert all(SERVERS.values()), SERVERS
+def test_documented_servers_and_requests_are_found() -> None:
+    assert len(SERVERS) == 2, SERVERS
+    assert len(REQUESTS) >= 5, REQUESTS
 
 
 @pytest.mark.parametrize("text", BULK)
-def test_documented_bulk_command_classifies_file(text: str, tmp_path: Path) -> None:
+def test_documented_bulk_command_classifies_file(
+    ray_cluster: RayHead, text: str, tmp_path: Path
+) -> None:
     rows = [{"text": text} for text in ("It works well.", "It broke after two days.", "Fine.")]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "reviews.jsonl").write_text(lines, encoding="utf-8")
-    output_of(["bash", "-c", f"{text} {SMALL}"], tmp_path)
+    place = f"--set groups.address={ray_cluster.address}"
+    output_of(["bash", "-c", f"{text} {SMALL} {place}"], tmp_path)
     parts = sorted((tmp_path / "out").glob("part-*.jsonl"))
     answers = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
     assert [answer["label"] in ("negative", "positive") for answer in answers] == [True] * 3

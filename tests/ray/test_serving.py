@@ -1,14 +1,18 @@
-"""The whole server: Ray actors, channels, HTTP, the bundled checkpoint.
+"""The whole server with both pipelines: Ray actors, channels, HTTP, the bundled checkpoint.
 
-A placement file puts 16 experts on 3 ranks: 7, 6 and 7 in each layer, four of them twice. The tests
+A placement file puts 16 experts on 2 ranks: 9 and 11 in each layer, four of them twice. The tests
 run in order; the last ones kill processes.
 """
 
+import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,13 @@ import torch
 from openai.types import Batch
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row, tokenize_rows
 from cluster.cli.main import main
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import write_placement
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.rank_set import RoutingConfig
+from cluster.serving.ingress_app import rank_clients
 from cluster.serving.server import RunningServer, serving
 from cluster.tools.demo import TASKS
 from cluster.tools.doctor import server_checks
@@ -31,16 +39,21 @@ from contracts.placement import Placement, PlacementFile
 from contracts.ranks import RankStatus
 from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import read_spec
+from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest
+from tests.support.attention_ranks import started
 from tests.support.placements import replicated
 from tests.support.ray_head import RayHead
+from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ENDPOINT: Any = "/v1/chat/completions"
 ROWS = range(300)
+CLIENTS = 2
+LABELS = ["positive", "negative"]
 PROMPT = "Message: WINNER! Claim your free prize now.\nSpam:"
 CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSentiment?"}]
 
@@ -54,9 +67,10 @@ class Server:
             [
                 *app_settings,
                 "model.dtype=float32",
-                "groups.expert_ranks=3",
+                "groups.expert_ranks=2",
+                "groups.prefill_ranks=2",
                 "kv.pool_tokens=16384",
-                "groups.ready_timeout_s=100",  # fails before pytest's timeout
+                "groups.ready_timeout_s=150",  # fails before pytest's timeout
                 f"metrics.targets={targets}",
                 f"batch.storage={targets / 'batches'}",
                 f"placement.file={_placement_file(targets)}",
@@ -72,6 +86,26 @@ class Server:
     def status(self) -> dict[str, RankStatus]:
         answers = self.served.groups.status.remote().result(timeout_s=DEADLINE_S)
         return {status.name: status for status in answers}
+
+    def classify(self, texts: list[str]) -> list[dict[str, Any]]:
+        body = {"model": BUNDLED, "input": texts, "labels": LABELS}
+        answer = self.http.post("/v1/classify", json=body)
+        assert answer.status_code == 200, answer.text
+        data: list[dict[str, Any]] = answer.json()["data"]
+        return data
+
+    def busy_s(self) -> dict[str, float]:
+        stages = {name: one.sections["stage_s"] for name, one in self.status().items()}
+        return {name: stage_s["attention"] + stage_s["expert"] for name, stage_s in stages.items()}
+
+    def active_groups(self, before: dict[str, float]) -> set[str]:
+        """Return the groups of ranks that have computed since `before`."""
+        now = self.busy_s()
+        return {name.partition("-")[0] for name in now if now[name] > before[name]}
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.http.get("/health").status_code == 200
 
     def scraped(self) -> dict[str, str]:
         """Return the exported text of each scrape target by rank."""
@@ -107,7 +141,7 @@ def _placement_file(folder: Path) -> Path:
 def _placed() -> Placement:
     spec = read_spec(resolve_model_folder(BUNDLED))
     layers, moe_layers = spec.num_layers, spec.moe_layers
-    return replicated(16, [1, 1, 2], num_layers=layers, moe_layers=moe_layers, seed=1)
+    return replicated(16, [1, 3], num_layers=layers, moe_layers=moe_layers, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +151,17 @@ def server(app_settings: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_ranks_hold_experts_of_placement_file(server: Server) -> None:
-    ranks = [server.status()[f"expert-{rank}"] for rank in range(3)]
+    ranks = [server.status()[f"expert-{rank}"] for rank in range(2)]
     found = [status.sections["placement"]["experts"] for status in ranks]
     placed = _placed()
-    assert found == [sum(map(len, placed.experts_of(rank).values())) for rank in range(3)]
+    assert found == [sum(map(len, placed.experts_of(rank).values())) for rank in range(2)]
 
 
 def test_uneven_experts_are_all_served(server: Server) -> None:
     names = [rank.name for rank in server.served.directory.ranks]
-    assert names == ["attention-0", "expert-0", "expert-1", "expert-2"]
-    server.openai.completions.create(model=BUNDLED, prompt=PROMPT * 8, max_tokens=1)
+    names = [name for name in names if not name.startswith("prefill-")]
+    assert names == ["attention-0", "expert-0", "expert-1"]
+    server.openai.completions.create(model=BUNDLED, prompt=PROMPT * 8, max_tokens=2)
     status = server.status()
     assert all(status[name].healthy for name in names)
     assert all(status[name].sections["stage_s"]["expert"] > 0 for name in names[1:])
@@ -158,6 +193,43 @@ def test_classification_equals_transformers(server: Server) -> None:
             expected = logits[[label[0] for label in ids]].softmax(-1).tolist()
             assert item["probs"] == pytest.approx(expected, abs=1e-4)
             assert item["label"] == labels[max(range(len(labels)), key=expected.__getitem__)]
+
+
+def texts_of(client: int) -> list[str]:
+    return [f"Request {client}, row {row}: it is fine." for row in range(20)]
+
+
+def test_single_pass_requests_use_prefill_workers(server: Server) -> None:
+    busy = server.busy_s()
+    server.classify(texts_of(0))
+    assert server.active_groups(busy) == {"prefill"}
+    busy = server.busy_s()
+    for max_tokens, pipeline in ((1, "prefill"), (3, "generation")):
+        of = {"class": "ls", "outcome": "ok", "pipeline": pipeline}
+        before = server.count("tandem_requests_total", **of)
+        body = {"model": BUNDLED, "prompt": "Hello there, you", "max_tokens": max_tokens}
+        answer = server.http.post("/v1/completions", json={**body, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == max_tokens
+        assert server.count("tandem_requests_total", **of) == before + 1
+    assert server.active_groups(busy) == {"attention", "expert", "prefill"}
+
+
+def test_both_pipelines_return_equal_probabilities(server: Server) -> None:
+    task = ClassifyTask(labels=tuple(LABELS))
+
+    async def through_attention_ranks() -> list[list[float]]:
+        directory = server.served.directory
+        clients = rank_clients(directory.client_addresses, directory.token)
+        rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
+        known = [row for row in rows if isinstance(row, TokenizedRow)]
+        assert known == rows
+        async with started(LeastWorkPlacer(clients, RoutingConfig())) as backend:
+            return [(await classify_row(backend, task, row)).probs for row in known]
+
+    tokenizer = Tokenizer.load(resolve_model_folder(BUNDLED))
+    expected = asyncio.run(through_attention_ranks())
+    for row, probs in zip(server.classify(texts_of(1)), expected, strict=True):
+        assert row["probs"] == pytest.approx(probs, abs=1e-5)
 
 
 def test_metrics_of_ranks_and_ingress_are_on_one_page(server: Server) -> None:
@@ -234,8 +306,8 @@ def test_trace_names_requests_in_spans_of_every_rank(server: Server, tmp_path: P
         requesting.join(DEADLINE_S)
     whole = json.loads(path.read_text())
     report = whole["otherData"]["tandem"]
-    ranks = {"attention-0", *(f"expert-{number}" for number in range(3))}
-    assert set(report["ranks"]) == {"ingress", "planner-0", *ranks}
+    ranks = {"attention-0", *(f"expert-{number}" for number in range(2))}
+    assert set(report["ranks"]) == {"ingress", "planner-0", "prefill-0", "prefill-1", *ranks}
     assert report["missing"] == {}
     assert all(one["clock"]["is_shared"] for one in report["ranks"].values()), "one machine"
     pids = {
@@ -296,5 +368,42 @@ def test_killed_planner_is_replaced_without_failed_request(
     while not ("lost" in seen and seen[-1] != "lost"):
         assert time.monotonic() < end_s, seen
         seen.append(server.status()["attention-0"].notes["planner"])
+        time.sleep(0.1)
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=4)
     assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "number",  # by default test_bulk.py kills a worker under rows
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
+)
+def test_lost_worker_is_replaced_and_no_request_fails(
+    server: Server, number: signal.Signals
+) -> None:
+    expected = [server.classify(texts_of(client)) for client in range(CLIENTS)]
+    pids, stop = rank_pids(server.served), threading.Event()
+
+    def repeat(client: int) -> int:
+        count = 0
+        while not stop.is_set():
+            for row, known in zip(server.classify(texts_of(client)), expected[client], strict=True):
+                assert row["label"] == known["label"]
+                assert row["probs"] == pytest.approx(known["probs"], abs=1e-4)
+            count += 1
+            stop.wait(0.1)
+        return count
+
+    restarts = server.count("tandem_rank_restarts_total", group="prefill")
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        repeating = [threads.submit(repeat, client) for client in range(CLIENTS)]
+        try:
+            os.kill(pids["prefill-0"], number)
+            wait_until(lambda: not server.is_healthy, "the loss was not noticed", DEADLINE_S, 0.05)
+            wait_until(lambda: server.is_healthy, "it was not replaced", DEADLINE_S)
+        finally:
+            stop.set()
+        assert all(future.result(DEADLINE_S) > 0 for future in repeating)
+    assert rank_pids(server.served)["prefill-0"] != pids["prefill-0"]
+    assert rank_pids(server.served)["prefill-1"] == pids["prefill-1"]
+    assert server.count("tandem_rank_restarts_total", group="prefill") == restarts + 1
+    assert server.count("tandem_group_epoch", group="prefill") == 2 + restarts

@@ -11,16 +11,17 @@ HERE = "tests/architecture/test_documented_commands.py"
 SERVED = "tests/ray/test_documented_commands.py"
 EXISTING = "tests/ray/test_existing_cluster.py"
 DEPLOYED = "tests/ray/test_deployed.py"
+SERVING = "tests/ray/test_serving.py"
 TOOLS = "tests/unit/cluster/tools"
 
 TESTED: dict[str, str] = {
     "tandem serve --model DIR --attention-ranks 2 *": SERVED,
-    "tandem serve --attention-ranks 0 *": SERVED,
+    "tandem serve --attention-ranks 0 *": EXISTING,
     "curl http://127.0.0.1:8000/*": SERVED,
     "tandem bulk --model bundled --input reviews.jsonl *": SERVED,
     "tandem serve --config tandem.yaml*": HERE,
     "tandem serve --model DIR*": SERVED,
-    "tandem serve --prefill-ranks 2": "tests/ray/test_prefill_serving.py",
+    "tandem serve --prefill-ranks 2": SERVING,
     "tandem stop --name NAME": EXISTING,
     "tandem bulk --address … *": EXISTING,
     "tandem doctor --url *": f"{TOOLS}/doctor/test_server_checks.py",
@@ -29,7 +30,7 @@ TESTED: dict[str, str] = {
     "cat *.json": HERE,
     "tandem scale --attention-ranks 3": "tests/ray/test_scale.py",
     "tandem scale --url *": "tests/unit/cluster/observe/test_operator_commands.py",
-    "tandem trace --seconds *": "tests/ray/test_serving.py",
+    "tandem trace --seconds *": SERVING,
     "tandem bench --*": f"{TOOLS}/bench/test_bench.py",
     "tandem plan spec.json*": HERE,
     "tandem plan *s.json": HERE,

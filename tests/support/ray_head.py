@@ -99,12 +99,13 @@ def ray_head(
             "metrics-export-port": metrics_port,
             "include-dashboard": str(dashboard).lower(),
             "dashboard-port": dashboard_port,
+            "include-log-monitor": "false",
             "num-cpus": num_cpus,
             "object-store-memory": 200_000_000,
             "temp-dir": temp,
             "resources": json.dumps(resources or {}),
         }
-        head = _start(options, "--head", environment=environment)
+        head = _start(options, "--head", "--no-monitor", environment=environment)
         try:
             url = f"http://127.0.0.1:{dashboard_port}" if dashboard else ""
             yield RayHead(f"127.0.0.1:{port}", url, psutil.Process(head.pid))
