@@ -1,13 +1,9 @@
-"""The bulk job on a cluster of two nodes while processes and a node are killed.
-
-The tests run in order.
-"""
+"""The bulk job on a cluster of two nodes while processes and a node are killed."""
 
 import argparse
 import contextlib
 import json
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -27,8 +23,7 @@ from tests.support.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-ROWS = 4000
-ROWS_WHILE_A_NODE_DIES = 10_000
+ROWS = 12_000  # of which 10,000 are left when the second driver starts
 DEADLINE_S = 150.0
 QUICK = {  # Ray's default is 15 s until it notices lost processes
     "RAY_health_check_initial_delay_ms": "1000",
@@ -60,7 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         other = stack.enter_context(ray_node(head, 2, resources=ROOM))
         with serving(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen) as server:
             yield Cluster(head, other, f"http://127.0.0.1:{port}", stack)
-        assert server.returncode != -signal.SIGKILL, "it did not end by itself"
+        assert server.returncode == 0, "it did not end by itself"
 
 
 def bulk(head: RayHead, *arguments: object, source: Path) -> subprocess.Popen[str]:
@@ -94,32 +89,6 @@ def wait_rows(done: RowsDone, rows: int, process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def test_rows_are_answered_once_under_process_kills(cluster: Cluster, tmp_path: Path) -> None:
-    source, output = tmp_path / "rows.jsonl", tmp_path / "out"
-    write_rows(source, ROWS, seed=0, data=None)
-    done = RowsDone(output)
-    rng = random.Random(0)
-    with ended(bulk(cluster.head, "--output", output, "--resume", source=source)) as first:
-        wait_rows(done, 500, first)
-        rng.choice(cluster.running("ray::BulkRouter")).kill()
-        wait_rows(done, 1200, first)
-        rng.choice(cluster.running("ray::prefill-")).kill()
-        wait_rows(done, 2000, first)
-        first.kill()
-    before = done.count()
-    assert before < ROWS
-    with ended(
-        bulk(cluster.head, "--output", output, "--resume", "--json", source=source)
-    ) as second:
-        output_text, errors = second.communicate(timeout=DEADLINE_S)
-    assert second.returncode == 0, errors
-    summary = json.loads(output_text)
-    assert summary == check(output, ROWS)
-    assert summary["rows_in"] == summary["rows_ok"] == ROWS
-    assert summary["rows_sent_again"] <= 2 * IN_FLIGHT_ROWS
-    _wait_no_routers(cluster)
-
-
 def _wait_no_routers(cluster: Cluster) -> None:
     """Wait until the job has no process left."""
     end_s = time.monotonic() + DEADLINE_S
@@ -148,23 +117,41 @@ def listens_at(process: psutil.Process) -> set[str]:
     return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_job_survives_node_loss_and_worker_restarts_on_new_node(
+def test_rows_are_answered_once_while_processes_and_a_node_die(
     cluster: Cluster, tmp_path: Path
 ) -> None:
+    """The router, a worker, the driver, and under its successor a node; the lost worker restarts on
+    a new node."""
     source, output = tmp_path / "rows.jsonl", tmp_path / "out"
-    write_rows(source, ROWS_WHILE_A_NODE_DIES, seed=0, data=None)
+    write_rows(source, ROWS, seed=0, data=None)
     done = RowsDone(output)
+    rng = random.Random(0)
+    with ended(bulk(cluster.head, "--output", output, "--resume", source=source)) as first:
+        wait_rows(done, 500, first)
+        rng.choice(cluster.running("ray::BulkRouter")).kill()
+        wait_rows(done, 1200, first)
+        rng.choice(cluster.running("ray::prefill-")).kill()
+        wait_rows(done, 2000, first)
+        first.kill()
+    before = done.count()
     wait_healthy(cluster.url)
-    with ended(bulk(cluster.head, "--output", output, source=source)) as job:
-        wait_rows(done, 1, job)
+    with ended(
+        bulk(cluster.head, "--output", output, "--resume", "--json", source=source)
+    ) as second:
+        wait_rows(done, before + 1, second)
+        lost_routers = 2 + len(cluster.other.running("ray::BulkRouter"))
         cluster.other.kill()
-        assert done.count() < ROWS_WHILE_A_NODE_DIES
-        assert "127.0.0.2" in wait_line(job, "continues without: prefill-")
+        assert done.count() < ROWS
+        assert "127.0.0.2" in wait_line(second, "continues without: prefill-")
         assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
         third = cluster.nodes.enter_context(ray_node(cluster.head, 3, resources=ROOM))
-        _, errors = job.communicate(timeout=DEADLINE_S)
-    assert job.returncode == 0, errors
-    assert check(output, ROWS_WHILE_A_NODE_DIES)["rows_ok"] == ROWS_WHILE_A_NODE_DIES
+        output_text, errors = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, errors
+    summary = json.loads(output_text[output_text.index("{") :])  # after a line of Ray: a node died
+    assert summary == check(output, ROWS)
+    assert summary["rows_in"] == summary["rows_ok"] == ROWS
+    assert summary["rows_sent_again"] <= lost_routers * IN_FLIGHT_ROWS
+    _wait_no_routers(cluster)
     wait_healthy(cluster.url)
     (worker,) = third.running("ray::prefill-")
     assert "127.0.0.3" in listens_at(worker)
