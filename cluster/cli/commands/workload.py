@@ -1,8 +1,10 @@
 """Commands that send work: bulk, bench, demo."""
 
 import argparse
+import contextlib
 import logging
 import math
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
         else own_workers(config, environment)
     )
     console = Terminal(stderr=True)
-    summary = run_bulk(job, workers, console)
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints a line if a node dies
+        summary = run_bulk(job, workers, console)
     if options.json:
         print(pretty(summary))
     else:
