@@ -174,8 +174,9 @@ class AttentionHalf:
         self._angles = {
             rope: _angles(spec, rope, device) for rope in self.layers_by_rope if rope is not None
         }
-        known = 0 if runs_on_device(device) else min(_KNOWN_POSITIONS, spec.max_context_tokens)
-        self._known_turns, self._known = self._turns(torch.arange(known)), known
+        is_cpu = device.type == "cpu"
+        self._known = min(_KNOWN_POSITIONS, spec.max_context_tokens) if is_cpu else 0
+        self._known_turns = self._turns(torch.arange(self._known, device=device))
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
         chunked = spec.family.windows == "chunks"
         self.seen_keys = {
