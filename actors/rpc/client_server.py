@@ -108,6 +108,7 @@ class ClientServer:
         self._connected: dict[int, _Client] = {}
         self._next_client = 0
         self._state: RankState | None = None
+        self._sending_state = threading.Lock()
         self._loop = asyncio.new_event_loop()
         process_identity = own_identity()  # lets a local client see that we only wait for a core
         self._server = AuthenticatedServer(
@@ -149,7 +150,7 @@ class ClientServer:
         """
         before, self._state = self._state, state
         if before is None or _urgent_state(before) != _urgent_state(state):
-            self._call(self._send_state)
+            self._send_state()  # before later events
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -176,10 +177,11 @@ class ClientServer:
             self._send_state()
 
     def _send_state(self) -> None:
-        if self._state is not None:
-            frame = self._state_frame(self._state)
-            for client in list(self._connected):
-                self._send_frame(client, frame)
+        with self._sending_state:  # heartbeats do not send an earlier one afterwards
+            if self._state is not None:
+                frame = self._state_frame(self._state)
+                for client in list(self._connected):
+                    self._send_frame(client, frame)
 
     def _state_frame(self, state: RankState) -> bytes:
         problem = self._watch.problem
@@ -198,8 +200,9 @@ class ClientServer:
         """Forward a client's messages until its connection ends."""
         client, self._next_client = self._next_client, self._next_client + 1
         connected = self._connected[client] = _Client(writer)
-        if self._state is not None:
-            self._send_frame(client, self._state_frame(self._state))
+        with self._sending_state:
+            if self._state is not None:
+                self._send_frame(client, self._state_frame(self._state))
         self._put(client, ClientJoined())
         try:
             while True:

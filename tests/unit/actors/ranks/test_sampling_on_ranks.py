@@ -165,14 +165,14 @@ def rank(
 def logits_spoiled(worker: Rank, spoil: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """Apply `spoil` to all logits [R, V]."""
     half = half_of(worker)
-    real = half.logits
+    real = half.row_logits
 
-    def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
-        rows_RV = real(hidden_RD).clone()
+    def row_logits(*arguments: Any) -> tuple[torch.Tensor, Any]:
+        rows_RV = real(*arguments)[0].clone()
         spoil(rows_RV)
-        return rows_RV
+        return rows_RV, rows_RV.argmax(-1).numpy()
 
-    with patch.object(half, "logits", logits):
+    with patch.object(half, "row_logits", row_logits):
         yield
 
 
@@ -257,14 +257,14 @@ def test_failed_batch_allocation_is_retried_per_sequence(rank: tuple[Rank, RankC
     worker, client = rank
     wanted = alone(client, greedy(1))
     half = half_of(worker)
-    real = half.logits
+    real = half.row_logits
 
-    def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
-        if len(hidden_RD) > 1:
+    def row_logits(hidden_TD: torch.Tensor, rows: list[int]) -> Any:
+        if len(rows) > 1:
             raise MemoryError
-        return real(hidden_RD)
+        return real(hidden_TD, rows)
 
-    with patch.object(half, "logits", logits):
+    with patch.object(half, "row_logits", row_logits):
         with meeting(worker, len(PROMPTS)):
             ids = [client.submit(ids, sampling=greedy(1)) for ids in PROMPTS]
         assert [client.generated(i)[0] for i in ids] == wanted
