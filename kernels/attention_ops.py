@@ -20,15 +20,16 @@ from kernels.compiled import (
     F32,
     I32,
     I64,
-    INTEGERS,
     LANES,
     VECTOR,
     address_of,
+    all_lanes,
     compiled,
     emit_exp,
     exp,
     float_bits,
     float_of_bits,
+    folded,
     int64_at,
     intrinsic,
     pointer,
@@ -226,44 +227,29 @@ def _soften(_: Any, scores: Any, oldest: Any, stop: Any, most: Any) -> Any:
         seen, vectors, at = [], [], []
         for first in range(0, TILE_KEYS, LANES):
             keys = _KEYS(list(range(first, first + LANES)))
-            is_new = builder.icmp_signed(">=", keys, _all_lanes(builder, oldest, _KEYS))
-            is_old = builder.icmp_signed("<", keys, _all_lanes(builder, stop, _KEYS))
+            is_new = builder.icmp_signed(">=", keys, all_lanes(builder, oldest))
+            is_old = builder.icmp_signed("<", keys, all_lanes(builder, stop))
             seen.append(builder.and_(is_new, is_old))
             at.append(pointer(builder, builder.add(scores, I64(4 * first)), VECTOR))
             score = builder.load(at[-1], align=4)
             vectors.append(builder.select(seen[-1], score, VECTOR([-np.inf] * LANES)))
-        largest = _folded(builder, functools.reduce(_larger(builder), vectors), _larger(builder))
-        largest = _larger(builder)(largest, _all_lanes(builder, most, VECTOR))
+        larger = _larger(builder)
+        largest = larger(folded(builder, functools.reduce(larger, vectors), larger), most)
+        largest_L = all_lanes(builder, largest)
         weights = []
         for sees, score, to in zip(seen, vectors, at, strict=True):
-            weight = emit_exp(builder, builder.fsub(score, largest))
+            weight = emit_exp(builder, builder.fsub(score, largest_L))
             weights.append(builder.select(sees, weight, VECTOR([0.0] * LANES)))
             builder.store(weights[-1], to, align=4)
-        total = _folded(builder, functools.reduce(builder.fadd, weights), builder.fadd)
-        firsts = [builder.extract_element(vector, I32(0)) for vector in (largest, total)]
-        return context.make_tuple(builder, signature.return_type, firsts)
+        total = folded(builder, functools.reduce(builder.fadd, weights), builder.fadd)
+        return context.make_tuple(builder, signature.return_type, [largest, total])
 
     given = types.int64, types.int64, types.int64, types.float32
     return types.UniTuple(types.float32, 2)(*given), generate
 
 
-def _all_lanes(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(first, first, INTEGERS([0] * LANES))
-
-
 def _larger(builder: ir.IRBuilder) -> Callable[[Any, Any], Any]:
     return lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a)
-
-
-def _folded(builder: ir.IRBuilder, vector: Any, both: Callable[[Any, Any], Any]) -> Any:
-    """Emit the fold of all lanes, by halves, into the first one at least."""
-    width = LANES // 2
-    while width:
-        upper = [(n + width) % LANES for n in range(LANES)]
-        vector = both(vector, builder.shuffle_vector(vector, vector, INTEGERS(upper)))
-        width //= 2
-    return vector
 
 
 _ATTEND: Final = register_part(PartNumber.ATTEND, _attend_part)

@@ -309,6 +309,23 @@ def exp(x: Any) -> Any:
     return (series * r * r + r + _ONE) * power
 
 
+def all_lanes(builder: ir.IRBuilder, value: Any) -> Any:
+    """Emit a vector of equal numbers."""
+    kind = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, first, INTEGERS([0] * LANES))
+
+
+def folded(builder: ir.IRBuilder, vector: Any, both: Callable[[Any, Any], Any]) -> Any:
+    """Emit the fold of all lanes of a vector, by halves."""
+    width = LANES // 2
+    while width:
+        upper = [(n + width) % LANES for n in range(LANES)]
+        vector = both(vector, builder.shuffle_vector(vector, vector, INTEGERS(upper)))
+        width //= 2
+    return builder.extract_element(vector, I32(0))
+
+
 def emit_exp(builder: ir.IRBuilder, x: Any) -> Any:
     """Emit `exp` of a vector of numbers up to 88, with fused products."""
 

@@ -34,6 +34,7 @@ from kernels.compiled import (
     LANES,
     VECTOR,
     address_of,
+    all_lanes,
     compiled,
     copy_bits,
     emit_loop,
@@ -297,10 +298,7 @@ def _store_sums(builder: ir.IRBuilder, sums: _Sums, rows: int, out: Any, stride:
 
 
 def _broadcast(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
-    vector = ir.VectorType(element, LANES)
-    value = builder.load(pointer(builder, address, element), align=2)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(first, first, INTEGERS([0] * LANES))
+    return all_lanes(builder, builder.load(pointer(builder, address, element), align=2))
 
 
 # Thirty-two registers of a vector hold the sums of eight rows and two panels; sixteen of half a

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kernels.compiled import (
     F32,
-    I32,
     I64,
     INTEGERS,
     LANES,
@@ -29,6 +28,7 @@ from kernels.compiled import (
     exp,
     float32_at,
     float_of_bits,
+    folded,
     from_bfloat16,
     int64_at,
     intrinsic,
@@ -86,13 +86,7 @@ def _emit_dot(builder: ir.IRBuilder, x: Any, y: Any, vectors: Any, *, is_wide: b
     lanes.add_incoming(summed, loop)
     builder.cbranch(builder.icmp_signed("!=", following, vectors), loop, after)
     builder.position_at_end(after)
-    width = LANES // 2
-    while width:
-        upper = [n + width if n < width else n for n in range(LANES)]
-        other = builder.shuffle_vector(summed, summed, INTEGERS(upper))
-        summed = builder.fadd(summed, other)
-        width //= 2
-    return builder.extract_element(summed, I32(0))
+    return folded(builder, summed, builder.fadd)
 
 
 def load_vector(builder: ir.IRBuilder, address: Any, *, is_wide: bool) -> Any:
