@@ -10,8 +10,8 @@ import contextlib
 import errno
 import functools
 import logging
+import random
 import resource
-import secrets
 import socket
 import ssl
 import time
@@ -227,11 +227,15 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return an unused loopback port that neither Linux nor Ray assigns to another socket."""
-    while True:
-        port = _UNASSIGNED_PORTS[secrets.randbelow(len(_UNASSIGNED_PORTS))]
+    """Return an unused loopback port that neither Linux nor Ray assigns to another socket.
+
+    Raises ResourceError.
+    """
+    tried = random.SystemRandom().sample(_UNASSIGNED_PORTS, 50)
+    for port in tried:
         with contextlib.suppress(ResourceError), bind("127.0.0.1", port):
             return port
+    raise ResourceError(f"127.0.0.1: none of {len(tried)} ports that were tried can be bound")
 
 
 def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:
