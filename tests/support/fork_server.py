@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTED = "actors.ranks.shell"
+KINDS = ("attention", "expert", "planner", "prefill")  # which a shell imports when it makes one
 MAX_REQUEST_BYTES = 1 << 16
 
 
@@ -145,7 +145,8 @@ def _next_child(server: socket.socket) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    importlib.import_module(IMPORTED)
+    for module in ("actors.ranks.shell", *(f"actors.ranks.{kind}_rank" for kind in KINDS)):
+        importlib.import_module(module)
     importlib.import_module("kernels.linear").compile_kernels()  # starts no thread
     gc.freeze()  # no collection of a child looks through what is imported
     with socket.socket(fileno=int(sys.argv[1])) as server:
