@@ -58,11 +58,11 @@ def budgets() -> list[Budget]:
         # tasks 2,400; bench 450; inputs 550), issue 31's operation (600; spans 250), issue 32's
         # kernels, threads, colocation 2,200, pinned ranks 105, weights as stored 670, whole passes
         # 450, direct calls 950, calls and records of a decode step 250, attention by vectors 45,
-        # trials of split batches 80, issue 33's dispatch, sums, sampling and
-        # modes of devices 900, channels and stage times 1,200, experts as stored, slots and gathers
-        # between nodes 850, profile and KV of devices 320, issue 34's families 700, states and
-        # sparse attention 1,100, issue 35's locality 400, shared batches 1,180, their
-        # tensor-parallel experts 180; a single module of configuration and others merged 520 less.
+        # trials of split batches 80, issue 33's dispatch, sums, sampling and modes of devices 900,
+        # channels and stage times 1,200, experts as stored, slots and gathers between nodes 850,
+        # profile and KV of devices 320, issue 34's families 700, states and sparse attention 1,100,
+        # issue 35's locality 400, shared batches 1,180, their tensor-parallel experts 180; a single
+        # module of configuration and others merged 520 less.
         # Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts, shared_batches,
         # shared_load and mode_choice 570
         Budget("product: lines", _lines(PRODUCT), 83_200),

@@ -105,7 +105,7 @@ class Clock:
 
 
 class Order(dict[Clock, Stamp]):
-    """What is before whoever looks at something: the latest stamps of those who changed it."""
+    """Stamps that a reader of an object is ordered after: the latest of each writer."""
 
     def add(self, stamp: Stamp) -> None:
         self[stamp[0]] = stamp
