@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Each of the hundreds of processes that tests start would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check quick lint ruff types layers docs format gpu gpu-list chaos clean
+.PHONY: demo test check quick lint ruff types layers docs format gpu gpu-list gpu-coverage chaos clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
@@ -32,6 +32,15 @@ gpu:
 # What each part of it shows with one GPU and with two, and from what figure on it passes.
 gpu-list:
 	$(GPU_PYTHON) -m benchmarks.gpu --list $(ARGS)
+
+# Which lines of the code of devices run in tests without a GPU.
+gpu-coverage: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]' coverage
+	$(BIN)/coverage run -m pytest -n 0 tests/unit/actors/channels tests/unit/actors/gather \
+		tests/unit/actors/moe tests/unit/actors/offload tests/unit/actors/planning \
+		tests/unit/kernels tests/unit/models/experts tests/oracle/test_decode_graphs.py
+	$(BIN)/coverage combine
+	$(BIN)/coverage report
 
 # 200 faults under load, and what becomes of each answer: on one node, between two, on Ray. ARGS:
 # --seed N, --dtype bfloat16 --undisturbed 60 …
