@@ -89,8 +89,6 @@ class Scorer(Protocol):
 
 
 class PlaceholderCounts(NamedTuple):
-    """Number of occurrences of each placeholder in a template."""
-
     text: int
     prefix: int
     label: int
