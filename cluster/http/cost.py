@@ -144,10 +144,6 @@ def classified_answer_bytes(texts: int, labels: Sequence[str], *, multi_label: b
     return texts * (named + len(labels) * ANSWER_NUMBER_BYTES)
 
 
-def scored_answer_bytes(items: int, labels: int) -> int:
-    return items * labels * ANSWER_NUMBER_BYTES
-
-
 class MemoryBudget:
     """Memory of all open requests of an ingress. Belongs to one event loop."""
 

@@ -124,8 +124,6 @@ class AttentionRank:
 
 @dataclass(slots=True)
 class _Assignment:
-    """A request that was sent."""
-
     rank: AttentionRank
     tokens: int
     awaits_first_event: bool = True
@@ -138,8 +136,7 @@ Connect = Callable[[str, str], RankClient]
 class LeastWorkPlacer:
     """The `Placer` of attention ranks.
 
-    find: see `RankSet`. connect: creates the client of a rank that joins; None: the set of ranks is
-    fixed.
+    find: see `RankSet`. connect: creates the client of a rank that joins; None: none can.
     """
 
     def __init__(
@@ -157,8 +154,7 @@ class LeastWorkPlacer:
             config.no_rank_timeout_s,
             self._fail_all,
             find,
-            follows=connect is not None,
-            connect=self._connect_new,
+            self._connect_new,
         )
         self._assignments: dict[Ticket, _Assignment] = {}
         self._queued: dict[Priority, dict[Ticket, None]] = {priority: {} for priority in Priority}
@@ -253,4 +249,4 @@ class LeastWorkPlacer:
 
     def _on_lost(self) -> None:
         self._update_timeout()
-        self.ranks.search()
+        self.ranks.ensure_polling()
