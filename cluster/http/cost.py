@@ -55,15 +55,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, int]:
         """Return the limits for clients, named as in the configuration's section `limits`."""
-        limits = self.limits
-        return {
-            "prompt_characters": self.prompt_characters,
-            "passes": limits.passes,
-            "pass_tokens": limits.pass_tokens,
-            "label_tokens": limits.label_tokens,
-            "answer_bytes": limits.answer_bytes,
-            "request_bytes": limits.request_bytes,
-        }
+        names = ("passes", "pass_tokens", "label_tokens", "answer_bytes", "request_bytes")
+        shown = {name: getattr(self.limits, name) for name in names}
+        return {"prompt_characters": self.prompt_characters, **shown}
 
     def check_text(self, param: str, characters: int) -> None:
         """Check a prompt's length before it is tokenized. Raises TooLongError."""

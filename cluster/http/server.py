@@ -21,7 +21,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.http.connections import ConnectionTable, connection_limit, connection_timeouts
+from cluster.http.connections import ConnectionTable, connection_limit
 from cluster.http.errors import TooManyConnectionsError
 from cluster.http.protocol import HttpProtocol, refusal
 from contracts.config import LOOPBACK, HttpConfig
@@ -100,10 +100,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = connection_limit(self.http.max_connections, descriptors)
-        clock = asyncio.get_running_loop().time
-        self.connections = ConnectionTable(
-            limit, self.http.max_connections_per_address, connection_timeouts(self.http), clock
-        )
+        self.connections = ConnectionTable(limit, self.http, asyncio.get_running_loop().time)
         self.servers = [HttpListener(self, self._socket)]  # type: ignore[list-item]
         self.started = True
         self._listening.set()

@@ -55,18 +55,14 @@ class RankMember(Protocol):
     """
 
     client: RankClient
-
-    @property
-    def is_member(self) -> bool: ...
+    is_member: bool
+    replace_reason: str
 
     @property
     def is_available(self) -> bool: ...
 
     @property
     def problem(self) -> str | None: ...
-
-    @property
-    def replace_reason(self) -> str: ...
 
     def join(self, address: str) -> None:
         """Use the rank at `address`, which may be a new process."""
