@@ -71,7 +71,7 @@ async def classify(app_state: AppState, ctx: RequestContext, request: Request) -
     multi_label = bool(body.multi_label)
     characters = _check_cost(app_state, inputs, texts, task, multi_label=multi_label)
     results = await ctx.run(_run(app_state, ctx, inputs, characters))
-    rows = _multi_rows(task, results) if multi_label else _rows(task, results)
+    rows = _rows(task, results, multi_label=multi_label)
     usage = token_usage(result.usage for result in results)
     head = {**response_fields("classify", "list", app_state.model.name), "usage": usage}
     return pieces_response(json_object(head, {"data": await _encoded(rows, ctx)}))
@@ -184,17 +184,19 @@ async def _run(
     return await map_bounded(classified, enumerate(rows.rows), rows.at_once)
 
 
-def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
-    for index, result in enumerate(results):
-        yield _row(index, task, task.labels[result.best], result.probs)
-
-
-def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
-    """Yield one row per text. results: one per text and label."""
+def _rows(
+    task: ClassifyTask, results: list[Classified], *, multi_label: bool
+) -> Iterator[ClassifiedRow]:
+    """Yield one row per text. results: one per text, or with multi_label one per text and label."""
     count = len(task.labels)
-    for index in range(len(results) // count):
-        probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
-        yield _row(index, task, applicable_labels(task.labels, probs), probs)
+    for index in range(len(results) // (count if multi_label else 1)):
+        label: str | list[str]
+        if multi_label:
+            probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
+            label = applicable_labels(task.labels, probs)
+        else:
+            probs, label = results[index].probs, task.labels[results[index].best]
+        yield ClassifiedRow(index=index, label=label, probs=probs, num_classes=count)
 
 
 async def _encoded(rows: Iterator[ClassifiedRow], ctx: RequestContext) -> Json:
@@ -206,12 +208,6 @@ async def _encoded(rows: Iterator[ClassifiedRow], ctx: RequestContext) -> Json:
         pieces.append(msgspec.json.encode(some)[1:-1])
         ctx.account.grow(len(pieces[-1]))
     return json_list([piece] for piece in pieces)
-
-
-def _row(
-    index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
-) -> ClassifiedRow:
-    return ClassifiedRow(index=index, label=label, probs=probs, num_classes=len(task.labels))
 
 
 async def score(app_state: AppState, ctx: RequestContext, request: Request) -> Response:

@@ -160,13 +160,9 @@ class MemoryAccount:
 
     def __init__(self, requests: MemoryBudget) -> None:
         self._requests = requests
-        self._held = 0
+        self.held_bytes = 0
         self._small = 0
         self._closed = False
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held
 
     def charge(self, count: int, param: str | None = None) -> None:
         """Charge `count` bytes, or none if it raises. No effect after `close`.
@@ -176,7 +172,7 @@ class MemoryAccount:
         """
         if self._closed:
             return
-        requests, held = self._requests, self._held + count
+        requests, held = self._requests, self.held_bytes + count
         if held > requests.request_bytes:
             what = f"{param}: the request" if param else "the request"
             raise TooCostlyError(
@@ -193,7 +189,7 @@ class MemoryAccount:
                 f" (limits.open_bytes): try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
             )
-        self._held = held
+        self.held_bytes = held
         requests.held_bytes = total
 
     def grow(self, count: int) -> None:
@@ -205,11 +201,11 @@ class MemoryAccount:
 
     def release(self, count: int) -> None:
         """Give back at most `count` charged bytes."""
-        count = min(count, self._held)
-        self._held -= count
+        count = min(count, self.held_bytes)
+        self.held_bytes -= count
         self._requests.held_bytes -= count
 
     def close(self) -> None:
         """Give back everything. May be called again."""
         self._closed = True
-        self.release(self._held)
+        self.release(self.held_bytes)
