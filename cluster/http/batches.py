@@ -1,7 +1,7 @@
 """`/v1/files` and `/v1/batches`: checks, uploads in pieces, and calls of the batch service."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from cluster.http.admin import PlainEndpoint
 from cluster.http.batch_types import BatchBody, ExpiresAfter, FileObject, FileOwner, PageQuery
 from cluster.http.body import read_small_body
 from cluster.http.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
@@ -28,8 +29,6 @@ PIECE_BYTES = 1 << 20
 MIN_BYTES_PER_S = 16 << 10  # an upload slower than this ends after http.body_timeout_s
 REPLY_TIMEOUT_S = 60.0
 _UNTITLED = "file.jsonl"
-
-Endpoint = Callable[[AppState, Request], Awaitable[Response]]
 
 
 class UploadForm:
@@ -234,7 +233,7 @@ def page_query(request: Request) -> PageQuery:
 def on_owned(
     method: str,
     argument: Callable[[Request], object] = lambda request: request.path_params["id"],
-) -> Endpoint:
+) -> PlainEndpoint:
     """Return the endpoint that calls a method with the caller and an argument of the request."""
 
     async def endpoint(app_state: AppState, request: Request) -> Response:

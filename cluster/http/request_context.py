@@ -111,14 +111,7 @@ class LauncherApi(Protocol):
 
 
 class AppState(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared state of all endpoints.
-
-    launcher: None: this process has no access to it.
-    uploads: limits simultaneous uploads of files.
-    tracer: source of OpenTelemetry spans; None: off.
-    active_requests: requests under way.
-    recent_requests: the latest completed requests, for traces.
-    """
+    """Shared state of all endpoints. recent_requests: the latest completed ones, for traces."""
 
     backend: Backend
     tokenizer: Tokenizer

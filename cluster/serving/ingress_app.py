@@ -81,9 +81,9 @@ def rank_clients(
 def pipelines(
     config: TandemConfig, directory: Directory, find: FindRanks | None = None
 ) -> Pipelines:
-    """Return the deployed pipelines, not yet connected. Raises CheckpointError.
+    """Return the deployed pipelines, not yet connected. find: see `RankSet`.
 
-    find: returns current addresses, called while a rank is missing.
+    Raises CheckpointError.
     """
     settings = RoutingConfig(
         block_tokens=config.kv.block_tokens,
