@@ -30,7 +30,6 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def api_key(given: str | ApiKey) -> ApiKey:
-    """Return the full form of an entry of `http.api_keys`."""
     return ApiKey(given) if isinstance(given, str) else given
 
 

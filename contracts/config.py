@@ -49,7 +49,6 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     which is also the upper bound of this setting."""
 
     def context_tokens(self, checkpoint_tokens: int) -> int:
-        """Return the maximum sequence length, given the checkpoint's own maximum."""
         return min(checkpoint_tokens, self.max_context_tokens or checkpoint_tokens)
 
 
@@ -115,7 +114,6 @@ class GroupsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def ranks(self) -> int:
-        """Number of ranks; the planner is not counted."""
         return self.attention_ranks + self.expert_ranks + self.prefill_ranks
 
     def __post_init__(self) -> None:
@@ -539,7 +537,6 @@ class HttpConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def clients(self) -> list[ApiKey]:
-        """Return `api_keys` in full form."""
         return [api_key(each) for each in self.api_keys]
 
     @property
@@ -607,7 +604,6 @@ class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def request_bytes(self) -> int:
-        """Maximum bytes held by one request."""
         return int(self.open_bytes * self.request_fraction)
 
 
@@ -748,5 +744,4 @@ class TandemConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def prefill_slots(self) -> int:
-        """Maximum number of prefill workers."""
         return self.scaling.max_prefill_ranks or self.groups.prefill_ranks

@@ -14,7 +14,10 @@ class TandemError(Exception):
 
     code = "internal_error"
     status = 500
-    retryable = False
+
+    @property
+    def retryable(self) -> bool:
+        return self.status in (429, 503, 504)
 
     @property
     def message(self) -> str:
@@ -55,8 +58,6 @@ class ResourceError(TandemError):
 
 
 class LaunchError(TandemError):
-    """The cluster did not start."""
-
     code = "launch_error"
     status = 503
 
@@ -114,7 +115,6 @@ class OverloadError(TandemError):
 
     code = "overloaded"
     status = 429
-    retryable = True
 
     @property
     def retry_after_s(self) -> float:
@@ -139,7 +139,6 @@ class ClientGoneError(TandemError):
 class NotReadyError(TandemError):
     code = "not_ready"
     status = 503
-    retryable = True
 
 
 class HandedOverError(NotReadyError):
@@ -149,11 +148,8 @@ class HandedOverError(NotReadyError):
 
 
 class RequestTimeoutError(TandemError):
-    """A request exceeded its time limit."""
-
     code = "timeout"
     status = 504
-    retryable = True
 
 
 class RankError(TandemError):
@@ -163,7 +159,6 @@ class RankError(TandemError):
         super().__init__(message, code, status)
         self.code = code
         self.status = status
-        self.retryable = status in (429, 503, 504)
 
 
 class ChannelError(TandemError):
@@ -171,7 +166,6 @@ class ChannelError(TandemError):
 
     code = "channel_error"
     status = 503
-    retryable = True
 
 
 class PeerError(ChannelError):

@@ -12,11 +12,9 @@ class ExpertKey(NamedTuple):
 class EvictionPolicy(Protocol):
     """Order in which experts are evicted. Owned by one thread at a time."""
 
-    def on_insert(self, key: ExpertKey) -> None:
-        """Record that an expert was loaded."""
+    def on_insert(self, key: ExpertKey) -> None: ...
 
-    def on_use(self, key: ExpertKey) -> None:
-        """Record that a loaded expert was used."""
+    def on_use(self, key: ExpertKey) -> None: ...
 
     def on_evict(self, key: ExpertKey) -> None: ...
 

@@ -76,13 +76,17 @@ def _text(name: str, fields: dict[str, object]) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Text format, one line per record, in UTC.
+    """Format with one line per record, in UTC.
 
     has_traces: include tracebacks. has_prompts: include messages of private exceptions.
+    json_process: name of the logging process, in lines of JSON; None: text.
     """
 
-    def __init__(self, *, has_traces: bool, has_prompts: bool = False) -> None:
+    def __init__(
+        self, *, has_traces: bool, has_prompts: bool = False, json_process: str | None = None
+    ) -> None:
         super().__init__()
+        self._json_process = json_process
         self._has_traces, self._has_prompts = has_traces, has_prompts
 
     def format(self, record: logging.LogRecord) -> str:
@@ -93,12 +97,21 @@ class LineFormatter(logging.Formatter):
             name, fields = logged
             trace = self._trace(record)
             lines = [(record.created, name, {**fields, "trace": trace} if trace else fields)]
-        return "\n".join([self.line(record, *line) for line in lines])
+        return "\n".join([self._line(record, *line) for line in lines])
 
-    def line(
+    def _line(
         self, record: logging.LogRecord, at_s: float, name: str, fields: dict[str, object]
     ) -> str:
-        return f"{_stamp(at_s)} {record.levelname} {record.name} {_text(name, fields)}"
+        if self._json_process is None:
+            return f"{_stamp(at_s)} {record.levelname} {record.name} {_text(name, fields)}"
+        own = {
+            "at": _stamp(at_s),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._json_process,
+            "event": name or "request",
+        }
+        return json.dumps({**fields, **own}, default=str, ensure_ascii=False)
 
     def _trace(self, record: logging.LogRecord) -> str:
         if not self._has_traces:
@@ -110,26 +123,6 @@ class LineFormatter(logging.Formatter):
         if error is None and record.exc_info:
             error = record.exc_info[1]
         return "" if error is None else "".join(traceback.format_exception(error)).rstrip()
-
-
-class JsonFormatter(LineFormatter):
-    """JSON format, one object per line. process: name of the logging process."""
-
-    def __init__(self, process: str, *, has_traces: bool, has_prompts: bool = False) -> None:
-        super().__init__(has_traces=has_traces, has_prompts=has_prompts)
-        self._process = process
-
-    def line(
-        self, record: logging.LogRecord, at_s: float, name: str, fields: dict[str, object]
-    ) -> str:
-        own = {
-            "at": _stamp(at_s),
-            "level": record.levelname,
-            "logger": record.name,
-            "process": self._process,
-            "event": name or "request",
-        }
-        return json.dumps({**fields, **own}, default=str, ensure_ascii=False)
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
@@ -178,9 +171,8 @@ def set_up_logging(
 
 
 def _formatter(process: str, config: LogConfig, *, has_traces: bool) -> LineFormatter:
-    if config.format == "json":
-        return JsonFormatter(process, has_traces=has_traces, has_prompts=config.prompts)
-    return LineFormatter(has_traces=has_traces, has_prompts=config.prompts)
+    name = process if config.format == "json" else None
+    return LineFormatter(has_traces=has_traces, has_prompts=config.prompts, json_process=name)
 
 
 def _file_handler(process: str, config: LogConfig) -> _FileHandler | None:

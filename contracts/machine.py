@@ -18,7 +18,8 @@ SYSTEM = Path("/")
 
 def available_bytes(root: Path = SYSTEM) -> int:
     """Return the memory that this process can still allocate. root: of the files to read."""
-    return min([_host_available(root), *(max(0, left) for left in _left_in_groups(root))])
+    left = (max(0, limit - used) for limit, used in _memory_limits(root))
+    return min([_meminfo(root)["MemAvailable"], *left])
 
 
 def total_bytes(root: Path = SYSTEM) -> int:
@@ -95,10 +96,6 @@ def _is_in_memory(folder: Path) -> bool:
     return next((kinds[one] for one in mounts if one in kinds), "") in ("tmpfs", "ramfs")
 
 
-def _host_available(root: Path) -> int:
-    return _meminfo(root)["MemAvailable"]
-
-
 def _meminfo(root: Path) -> dict[str, int]:
     """Return MemTotal and MemAvailable in bytes."""
     try:
@@ -110,10 +107,6 @@ def _meminfo(root: Path) -> dict[str, int]:
     return {name: int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")}
 
 
-def _left_in_groups(root: Path) -> list[int]:
-    return [limit - used for limit, used in _memory_limits(root)]
-
-
 def _memory_limits(root: Path) -> list[tuple[int, int]]:
     """Return (limit, unreclaimable use) in bytes for each level with a limit.
 
@@ -123,8 +116,9 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
     found = []
     for folder in _levels(root, "", "cgroup"):
         limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
+        limit = min((one for one in limits if one is not None), default=None)
         used = _number(folder / "memory.current")
-        found.append((_least(limits), used, _field(folder, "inactive_file")))
+        found.append((limit, used, _field(folder, "inactive_file")))
     for folder in _levels(root, "memory", "cgroup/memory"):
         limit = _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.usage_in_bytes")
@@ -182,7 +176,3 @@ def _number(path: Path) -> int | None:
 def _field(folder: Path, name: str) -> int:
     lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
     return next((int(words[1]) for words in lines if words[0] == name), 0)
-
-
-def _least(limits: list[int | None]) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -86,7 +86,6 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
         return self.sampling is None or self.sampling.max_tokens <= 1
 
     def block_hashes(self, block_tokens: int) -> list[bytes]:
-        """Return the hashes of the prompt's full blocks."""
         return chain_hashes(self.token_ids, block_tokens, salt=self.caller.salt)
 
     @property

@@ -10,8 +10,6 @@ import msgspec
 
 
 class MetricKind(enum.StrEnum):
-    """Prometheus metric types in use."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"

@@ -62,7 +62,6 @@ def rank_name(group: Group, rank: int) -> str:
 
 
 def rank_names(group: Group, ranks: int) -> tuple[str, ...]:
-    """Return the names of a group by rank number."""
     return tuple(rank_name(group, rank) for rank in range(ranks))
 
 

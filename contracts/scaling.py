@@ -21,7 +21,6 @@ class ScaleTarget(
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the requested counts by field."""
         found = {name: getattr(self, name) for name in FIELDS}
         return {name: count for name, count in found.items() if count is not None}
 

@@ -56,12 +56,7 @@ class TokenTrie:
         """
         return self._children[node] or {}
 
-    def step(self, node: int, token: int) -> int | None:
-        """Return the node after `token`, or None if no sequence continues with it."""
-        return self.followers(node).get(token)
-
     def depth(self, node: int) -> int:
-        """Return the number of tokens on the path to the node."""
         return self._depths[node]
 
     def path_to(self, node: int, *, start: int = 0) -> list[int]:
@@ -73,7 +68,6 @@ class TokenTrie:
         return nodes[::-1]
 
     def tokens_to(self, node: int) -> tuple[int, ...]:
-        """Return the tokens on the path to `node`."""
         return tuple(self._tokens[each] for each in self.path_to(node))
 
 
@@ -86,7 +80,7 @@ class ChoiceMatcher:
 
     def step(self, token: int) -> None:
         """Advance by a token. An eos token leaves the trie."""
-        self._node = None if self._node is None else self._trie.step(self._node, token)
+        self._node = None if self._node is None else self._trie.followers(self._node).get(token)
 
     @property
     def is_complete(self) -> bool:

@@ -76,8 +76,6 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTraceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A process in a trace."""
-
     clock: ClockOffset
     spans: int
     is_cut: bool = False
@@ -168,17 +166,13 @@ def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
     return length(union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
 
 
-def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
-    """Return the seconds of exposed communication, and their fraction of the makespan.
+def exposed_communication(spans: Sequence[TaskSpan]) -> float:
+    """Return the seconds of FinDEP's non-overlapped communication.
 
-    FinDEP's non-overlapped communication: time covered by A2E or E2A spans and by no attention,
-    shared or expert span of any rank in `spans`.
+    This is the time covered by A2E or E2A spans and by no attention, shared or expert span of any
+    rank in `spans`.
     """
-    if not spans:
-        return 0.0, 0.0
-    exposed_s = busy_seconds(spans, (*_COMPUTE, *TRANSFERS)) - busy_seconds(spans, _COMPUTE)
-    makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
-    return exposed_s, exposed_s / makespan_s if makespan_s else 0.0
+    return busy_seconds(spans, (*_COMPUTE, *TRANSFERS)) - busy_seconds(spans, _COMPUTE)
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,16 +1,29 @@
 """Application for `serve run deploy/serve.yaml`, `serve deploy` and KubeRay."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-from cluster.serving.deployment_checks import check_deployment
+from cluster.fleet.nodes import check_room
 from cluster.serving.serve_app import build_serve_app
 from cluster.serving.server import prepare
-from contracts.errors import TandemError
+from cluster.serving.settings import with_environment
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError, TandemError
 from deploy.args import serve_config
+
+_HINTS = {  # options of a deployment that cannot be changed
+    ("Groups", "num_replicas"): "its one replica owns all ranks; set args.groups.*_ranks",
+    ("Groups", "autoscaling_config"): "its one replica owns all ranks; set args.scaling",
+    ("Groups", "user_config"): "settings are in args",
+    ("Ingress", "user_config"): "settings are in args",
+}
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -24,3 +37,52 @@ def build(args: dict[str, Any]) -> serve.Application:
         return build_serve_app(check_deployment(config, args))
     except TandemError as error:
         raise RayServeException(error.message) from None
+
+
+def check_deployment(config: TandemConfig, args: Mapping[str, Any]) -> TandemConfig:
+    """Return `config` with the number of ingress replicas that the deployment's options set.
+
+    args: of the application. Raises ConfigError for a name or an option that cannot be used, and
+    ResourceError if ranks that would replace running ones do not fit.
+    """
+    found = _options_by_name(args)
+    for name, deployments in found.items():
+        check_room(config, name)
+        if len(found) > 1:
+            continue  # which of them is built is not known; the launcher checks them again
+        with_environment(config, {}, name)
+        for options in deployments:
+            check_options(options)
+            replicas = options.get("num_replicas")
+            if options["name"] == "Ingress" and isinstance(replicas, int):
+                groups = msgspec.structs.replace(config.groups, ingress_replicas=replicas)
+                config = msgspec.structs.replace(config, groups=groups)
+    return config
+
+
+def _options_by_name(args: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the deployments' options of the application with these arguments, by its name.
+
+    Serve passes no name to a builder. Another application may have equal arguments.
+    """
+    if (
+        not ray.is_initialized()
+        or (client := _get_global_client(raise_if_no_controller_running=False)) is None
+    ):
+        return {}
+    found = {}
+    for name, details in client.get_serve_details()["applications"].items():
+        given = details["deployed_app_config"]
+        if given and given.get("args", {}) == args:
+            found[name] = given.get("deployments", [])
+    return found
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option of a deployment that cannot be changed."""
+    for name, value in options.items():
+        hint = _HINTS.get((options["name"], name))
+        if hint is not None and value is not None and (name, value) != ("num_replicas", 1):
+            raise ConfigError(
+                f"deployments: {options['name']}.{name}={value}: {hint}; leave it out"
+            )

@@ -95,7 +95,7 @@ def serving(
 def submit(head: RayHead, name: str, source: Path, output: Path) -> None:
     """`ray job submit`, as a user types it; returns at once. Resumes whatever is there."""
     entry = [
-        *("python", "-m", "cluster.bulk", "--address", "auto", "--resume"),
+        *("python", "-m", "tandem", "bulk", "--address", "auto", "--resume"),
         *("--input", str(source), "--output", str(output), "--labels", LABELS),
         *("--template", TEMPLATE, "--id-field", "id"),
     ]
@@ -109,7 +109,7 @@ def submit(head: RayHead, name: str, source: Path, output: Path) -> None:
 
 
 def driver_of(head: RayHead) -> psutil.Process | None:
-    found = [p for p in head.running("-m cluster.bulk") if "python" in Path(p.cmdline()[0]).name]
+    found = [p for p in head.running("-m tandem bulk") if "python" in Path(p.cmdline()[0]).name]
     return found[0] if found else None
 
 

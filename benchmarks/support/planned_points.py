@@ -119,7 +119,7 @@ class PointRunner:
                 continue
             for name, run in done.plans.items():
                 run.measured_ms.append(makespan_ms(spans[name]))
-                run.exposed_ms.append(1e3 * exposed_communication(spans[name])[0])
+                run.exposed_ms.append(1e3 * exposed_communication(spans[name]))
             rounds_spans.append(spans[pictured])
         middle = sorted(range(rounds), key=shown.measured_ms.__getitem__)[rounds // 2]
         predicted = predictor.replay(shown.plan, _batch(point, shown))

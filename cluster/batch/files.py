@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -26,8 +26,6 @@ ABANDONED_UPLOAD_S = 600.0
 
 
 class _Upload:
-    """A file that is being uploaded."""
-
     def __init__(self, owner: FileOwner, path: Path) -> None:
         self.owner, self.path = owner, path
         self.file: BinaryIO = path.open("wb")
@@ -38,14 +36,10 @@ class _Upload:
 class Files:
     """Files of all owners. Belongs to one event loop; `store` is used in threads."""
 
-    def __init__(self, store: Store, config: BatchConfig, clock: Callable[[], float]) -> None:
-        self._store, self._config, self._clock = store, config, clock
+    def __init__(self, store: Store, config: BatchConfig) -> None:
+        self._store, self._config = store, config
         self._files: dict[str, FileRecord] = {}
         self._uploads: dict[str, _Upload] = {}
-
-    async def load_files(self) -> None:
-        records = await asyncio.to_thread(self._store.files)
-        self._files = {record.file.id: record for record in records}
 
     async def begin_upload(self, owner: FileOwner) -> str:
         used = sum(r.file.bytes for r in self._files.values() if r.tenant == owner.tenant)
@@ -103,7 +97,7 @@ class Files:
         expires_after_s: int | None,
         file: str | None = None,
     ) -> FileRecord:
-        now = int(self._clock())
+        now = int(time.time())
         return FileRecord(
             tenant=tenant,
             file=FileObject(
@@ -155,7 +149,7 @@ class Files:
 
     async def delete_expired_files(self, inputs: set[str]) -> None:
         """Delete files whose lifetime is over, except `inputs`, and abandoned uploads."""
-        now, kept_s = self._clock(), self._config.keep_days * 86400
+        now, kept_s = time.time(), self._config.keep_days * 86400
         for record in list(self._files.values()):
             file = record.file
             expires_at = file.expires_at or file.created_at + kept_s

@@ -38,7 +38,6 @@ def split_lines(read: Callable[[int], bytes]) -> Iterator[bytes | None]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush the file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 

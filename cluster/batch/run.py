@@ -43,8 +43,6 @@ _STOPPED: dict[StopCode, str] = {
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """A line of the input."""
-
     custom_id: str
     method: Literal["POST"]
     url: str
@@ -81,7 +79,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 def rows_in_flight(total: int) -> int:
-    """Return how many requests of a batch are sent at a time."""
     return max(MIN_IN_FLIGHT_ROWS, int(total * IN_FLIGHT_FRACTION))
 
 
@@ -261,7 +258,7 @@ class BatchExecution:
         syncing = asyncio.create_task(_sync_regularly(results))
         try:
             async with asyncio.TaskGroup() as group:
-                while block := await asyncio.to_thread(_take, lines):
+                while block := await asyncio.to_thread(lambda: [*islice(lines, LINES_AT_ONCE)]):
                     for number, text in block:
                         await self._start(group, connect, number, text or b"")
             while self._stopped:
@@ -317,10 +314,6 @@ class BatchExecution:
         assert self._results is not None
         assert self.stop_code is not None
         self._results.add_stopped(number, custom_id, self.stop_code)
-
-
-def _take(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:
-    return list(islice(lines, LINES_AT_ONCE))
 
 
 async def _sync_regularly(results: ResultFiles) -> None:

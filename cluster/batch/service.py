@@ -49,7 +49,7 @@ MAX_WINDOW_S = 30 * 86400
 
 
 class Batches(Files):
-    """Files and batches. Implements `BatchService` on one event loop.
+    """Files and batches, on one event loop. Its public methods are those of `BatchCall`.
 
     connect: returns the client of the ranks, when the first batch runs.
     """
@@ -60,9 +60,8 @@ class Batches(Files):
         config: BatchConfig,
         model: str,
         connect: Callable[[], Awaitable[RowClient]],
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(store, config, clock)
+        super().__init__(store, config)
         self._model, self._connect = model, connect
         self._batches: dict[str, BatchRecord] = {}
         self._runs: dict[str, BatchExecution] = {}
@@ -75,7 +74,8 @@ class Batches(Files):
 
     async def open(self) -> None:
         """Load the records and continue unfinished batches."""
-        await self.load_files()
+        files = await asyncio.to_thread(self._store.files)
+        self._files = {record.file.id: record for record in files}
         batches = await asyncio.to_thread(self._store.batches)
         self._batches = {record.batch.id: record for record in batches}
         for record in batches:
@@ -124,7 +124,7 @@ class Batches(Files):
                 f"(batch.key_batches={self._config.key_batches}): try again when one has ended",
                 60.0,
             )
-        now = int(self._clock())
+        now = int(time.time())
         lifetime = body.output_expires_after
         batch = BatchObject(
             id=new_id("batch_"),
@@ -169,7 +169,7 @@ class Batches(Files):
         if status in ENDED or status == "finalizing":
             raise ConflictError(f"id: {batch} is {status} and cannot be cancelled", "id")
         if status != "cancelling":
-            await self._update(batch, status="cancelling", cancelling_at=int(self._clock()))
+            await self._update(batch, status="cancelling", cancelling_at=int(time.time()))
             if batch in self._runs:
                 self._runs[batch].stop("batch_cancelled")
         if batch not in self._tasks:  # of another model
@@ -234,14 +234,9 @@ class Batches(Files):
             await self._answer(batch, path, folder)
         output = await self._publish(batch, folder / OUTPUT, "output")
         errors = await self._publish(batch, folder / ERRORS, "error")
-        now, stopped = int(self._clock()), self._batches[batch].stop_code
-        files = {"output_file_id": output, "error_file_id": errors, "errors": None}
-        if stopped == "batch_cancelled":
-            await self._update(batch, status="cancelled", cancelled_at=now, **files)
-        elif stopped == "batch_expired":
-            await self._update(batch, status="expired", expired_at=now, **files)
-        else:
-            await self._update(batch, status="completed", completed_at=now, **files)
+        status = (self._batches[batch].stop_code or "batch_completed").removeprefix("batch_")
+        ended = {"status": status, f"{status}_at": int(time.time()), "errors": None}
+        await self._update(batch, **ended, output_file_id=output, error_file_id=errors)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _checked_input(self, batch: str, folder: Path) -> Path | None:
@@ -266,7 +261,7 @@ class Batches(Files):
         if self._batches[batch].batch.status == "validating":
             self._set(batch, status="in_progress")
         counts = RequestCounts(total=total)
-        await self._update(batch, in_progress_at=int(self._clock()), request_counts=counts)
+        await self._update(batch, in_progress_at=int(time.time()), request_counts=counts)
         return path
 
     async def _answer(self, batch: str, path: Path, folder: Path) -> None:
@@ -274,7 +269,7 @@ class Batches(Files):
         self._set(batch, errors=None)  # of the attempt before
         record = self._batches[batch]
         run = self._runs[batch] = BatchExecution(record, path, folder, self._slots)
-        left_s = max(0.0, record.batch.expires_at - self._clock())
+        left_s = max(0.0, record.batch.expires_at - time.time())
         if record.batch.status == "cancelling":
             run.stop("batch_cancelled")
         elif not left_s:
@@ -291,7 +286,7 @@ class Batches(Files):
         )
         if run.stop_code != "batch_cancelled":
             self._set(batch, status="finalizing")
-        now = int(self._clock())
+        now = int(time.time())
         await self._update(batch, finalizing_at=now)
 
     async def _connected(self) -> RowClient:
@@ -315,7 +310,7 @@ class Batches(Files):
         return file
 
     async def _fail(self, batch: str, errors: list[BatchError]) -> None:
-        now = int(self._clock())
+        now = int(time.time())
         if self._batches[batch].batch.status == "cancelling":
             await self._update(batch, status="cancelled", cancelled_at=now)
         else:
@@ -337,7 +332,7 @@ class Batches(Files):
         """
         for name, run in list(self._runs.items()):
             await self._update(name, request_counts=run.counts)
-        now, kept_s = self._clock(), self._config.keep_days * 86400
+        now, kept_s = time.time(), self._config.keep_days * 86400
         inputs = {r.batch.input_file_id for r in self._batches.values() if _is_open(r)}
         await self.delete_expired_files(inputs)
         for record in list(self._batches.values()):

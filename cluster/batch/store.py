@@ -29,8 +29,6 @@ Record = TypeVar("Record")
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file and its owner."""
-
     tenant: bytes
     file: FileObject
 

@@ -82,15 +82,10 @@ async def map_bounded(
 
 class Scorer(Protocol):
     async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
-        """Return the answer of a prefill-only request.
-
-        wait_for_slot: wait for a slot instead of raising OverloadError.
-        """
+        """Return the answer of a prefill-only request, as a pipeline's backend does."""
 
 
 class PlaceholderCounts(NamedTuple):
-    """Number of occurrences of each placeholder in a template."""
-
     text: int
     prefix: int
     label: int

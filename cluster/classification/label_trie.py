@@ -38,7 +38,6 @@ class LabelPass(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Number of tokens of `path`."""
         return self.trie.depth(self.end)
 
     @property
@@ -62,15 +61,13 @@ class LabelTrie:
     passes: the fewest that score all labels; the one over the prompt alone, if any, is the first.
     """
 
-    __slots__ = ("_trie", "longest", "passes")
+    __slots__ = ("_trie", "passes")
 
     def __init__(self, label_ids: Sequence[Sequence[int]]) -> None:
         self._trie = TokenTrie(label_ids)
-        self.longest = max(self._trie.depth(end) for end in self._trie.ends)
         self.passes = tuple(_passes(self._trie))
 
     def __len__(self) -> int:
-        """Return the number of nodes."""
         return len(self._trie)
 
     def logprobs(self, edges: Mapping[int, float]) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from cluster.cli.arguments import EXIT_ERROR, Parser
 from cluster.cli.commands import operate, plan, profile, serve, workload
-from cluster.serving.ray_environment import prepare_ray_environment
+from cluster.serving.settings import prepare_ray_environment
 from contracts.config import LogConfig
 from contracts.errors import TandemError
 from contracts.import_path import version

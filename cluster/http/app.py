@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.http import batches as batch_endpoints
 from cluster.http import response_types
 from cluster.http.admin import (
     PlainEndpoint,
@@ -27,7 +26,14 @@ from cluster.http.admin import (
     trace,
 )
 from cluster.http.authenticator import Authenticator
-from cluster.http.batch_types import BatchService
+from cluster.http.batch_types import BatchCall
+from cluster.http.batches import (
+    create_batch,
+    file_content,
+    on_owned,
+    page_query,
+    upload_file,
+)
 from cluster.http.chat import chat_completions, detokenize, tokenize
 from cluster.http.classification import classify, score
 from cluster.http.completions import completions
@@ -47,7 +53,6 @@ from cluster.http.schemas import ModelInfo
 from cluster.http.spans import TRACE, RequestTracer
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
-from contracts.clock import monotonic_s
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import NotReadyError, TandemError, UnknownModelError
 from contracts.import_path import version
@@ -70,7 +75,7 @@ def build_app(
     *,
     telemetry: Telemetry | None = None,
     launcher: LauncherApi | None = None,
-    batches: BatchService | None = None,
+    batches: BatchCall | None = None,
     tracer: RequestTracer | None = None,
 ) -> App:
     """Return the application in front of `backend`.
@@ -96,14 +101,7 @@ def build_app(
         memory_budget=MemoryBudget(limits),
         model=model,
         config=config,
-        authenticator=Authenticator(
-            http.clients,
-            http.metrics_key,
-            needs_keys=http.has_keys,
-            operator_key=http.operator_key,
-            is_local=http.is_local,
-            share_between_keys=config.kv.share_between_keys,
-        ),
+        authenticator=Authenticator(http, share_between_keys=config.kv.share_between_keys),
         telemetry=telemetry or Telemetry(),
         launcher=launcher,
         tracer=tracer,
@@ -131,7 +129,6 @@ class App(Starlette):
         self._add_routes()
 
     async def drain(self, limit_s: float) -> int:
-        """Drain the active requests; see `DrainController.drain`."""
         return await self.app_state.drainer.drain(self.app_state.active_requests, limit_s)
 
     def close(self) -> None:
@@ -151,35 +148,30 @@ class App(Starlette):
             ("/tokenize", tokenize),
             ("/detokenize", detokenize),
         ):
-            metered = _MeteredEndpoint(self.app_state, endpoint)
-            if self.app_state.tracer is not None:
-                metered = _TracedEndpoint(self.app_state, endpoint, self.app_state.tracer, path)
+            metered = _MeteredEndpoint(self.app_state, endpoint, path)
             self.pipelines[path] = metered
             self.router.routes.append(Route(path, metered, methods=["POST"]))  # other methods: 405
-        for path, plain in (
-            ("/health", _health),
-            ("/load", load),
-            ("/metrics", metrics_of(self.app_state)),
-            ("/status", status_of(self.app_state)),
-            ("/trace", trace),
-            ("/scale", get_scale),
-            ("/openapi.json", _openapi),
-            ("/version", _version),
-            ("/v1/models", _models),
-            ("/v1/models/{name:path}", _one_model),
-        ):
-            self.add_route(path, _simple(self.app_state, plain), methods=["GET"])
         for method, path, plain in (
+            ("GET", "/health", _health),
+            ("GET", "/load", load),
+            ("GET", "/metrics", metrics_of(self.app_state)),
+            ("GET", "/status", status_of(self.app_state)),
+            ("GET", "/trace", trace),
+            ("GET", "/scale", get_scale),
             ("POST", "/scale", start_scale),
-            ("GET", "/v1/files", batch_endpoints.list_files),
-            ("POST", "/v1/files", batch_endpoints.upload_file),
-            ("GET", "/v1/files/{id}", batch_endpoints.get_file),
-            ("DELETE", "/v1/files/{id}", batch_endpoints.delete_file),
-            ("GET", "/v1/files/{id}/content", batch_endpoints.file_content),
-            ("GET", "/v1/batches", batch_endpoints.list_batches),
-            ("POST", "/v1/batches", batch_endpoints.create_batch),
-            ("GET", "/v1/batches/{id}", batch_endpoints.get_batch),
-            ("POST", "/v1/batches/{id}/cancel", batch_endpoints.cancel_batch),
+            ("GET", "/openapi.json", _openapi),
+            ("GET", "/version", _version),
+            ("GET", "/v1/models", _models),
+            ("GET", "/v1/models/{name:path}", _one_model),
+            ("GET", "/v1/files", on_owned("list_files", page_query)),
+            ("POST", "/v1/files", upload_file),
+            ("GET", "/v1/files/{id}", on_owned("get_file")),
+            ("DELETE", "/v1/files/{id}", on_owned("delete_file")),
+            ("GET", "/v1/files/{id}/content", file_content),
+            ("GET", "/v1/batches", on_owned("list_batches", page_query)),
+            ("POST", "/v1/batches", create_batch),
+            ("GET", "/v1/batches/{id}", on_owned("get_batch")),
+            ("POST", "/v1/batches/{id}/cancel", on_owned("cancel_batch")),
         ):
             self.add_route(path, _simple(self.app_state, plain), methods=[method])
 
@@ -197,13 +189,8 @@ class App(Starlette):
             else:
                 await others(scope, receive, send)
 
-        return RequestLog(
-            _for_browsers(app, http) if http.allowed_origins else app,
-            monotonic_s,
-            self.access_log,
-            exclude=http.access_log_exclude,
-            adds_header=http.front == "direct",  # Serve's proxy answers with the id
-        )
+        shown = _for_browsers(app, http) if http.allowed_origins else app
+        return RequestLog(shown, http, self.access_log)
 
 
 def _for_browsers(app: ASGIApp, http: HttpConfig) -> ASGIApp:
@@ -224,13 +211,30 @@ class ResponseAbortedError(Exception):
 
 
 class _MeteredEndpoint:
-    """An endpoint with checked keys, mapped errors, counted outcomes and released memory."""
+    """An endpoint with checked keys, mapped errors, counted outcomes and released memory.
 
-    def __init__(self, app_state: AppState, endpoint: Endpoint) -> None:
+    With a tracer, its requests are spans.
+    """
+
+    def __init__(self, app_state: AppState, endpoint: Endpoint, path: str) -> None:
         self._app_state = app_state
-        self._endpoint = endpoint
+        self._endpoint, self._path = endpoint, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app_state.tracer is None:
+            await self._answer(scope, receive, send)
+            return
+        with self._app_state.tracer.request(scope, self._path) as trace:
+
+            async def send_on(message: Message) -> None:
+                if trace is not None and message["type"] == "http.response.start":
+                    trace.status = message["status"]
+                await send(message)
+
+            scope["state"][TRACE] = trace
+            await self._answer(scope, receive, send_on)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         ctx = RequestContext(self._app_state, receive, scope["state"])
         try:
@@ -272,30 +276,6 @@ class _MeteredEndpoint:
         if not isinstance(response, EventStream):  # a stream is counted when it ends
             ctx.finish(outcome)
         return response
-
-
-class _TracedEndpoint(_MeteredEndpoint):
-    """A metered endpoint whose requests are spans."""
-
-    def __init__(
-        self, app_state: AppState, endpoint: Endpoint, tracer: RequestTracer, path: str
-    ) -> None:
-        super().__init__(app_state, endpoint)
-        self._tracer, self._path = tracer, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._tracer.request(scope, self._path) as trace:
-            if trace is None:
-                await super().__call__(scope, receive, send)
-                return
-
-            async def send_on(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    trace.status = message["status"]
-                await send(message)
-
-            scope["state"][TRACE] = trace
-            await super().__call__(scope, receive, send_on)
 
 
 def _simple(

@@ -12,7 +12,7 @@ import hmac
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from contracts.config import HttpConfig
 from contracts.errors import ConfigError, OverloadError, UnauthorizedError
 from contracts.keys_file import Keys, decode_keys, keys_bytes
 from contracts.logs import event
-from contracts.requests import DIGEST_BYTES, Caller, Priority
+from contracts.requests import DIGEST_BYTES, Caller
 from planner.scheduling.token_bucket import TokenBucket
 
 PROVE = "prove"  # in scope["state"], set by our HTTP server: call it when the key is valid
@@ -38,56 +38,51 @@ CONCURRENCY_RETRY_S = 1.0  # a running request may have ended by then
 POLL_PERIOD_S = 1.0
 
 
-class _Client(NamedTuple):
+class Client(NamedTuple):
+    """The holder of a key. caller: shared by its requests. quota: None: unlimited."""
+
     api_key: ApiKey
-    caller: Caller  # shared by its requests
-    quota: KeyQuota
+    caller: Caller
+    quota: KeyQuota | None
+
+
+_ANYONE = Client(ApiKey(""), Caller(), None)
 
 
 class Authenticator:
     """The API keys of one ingress. Belongs to one event loop.
 
-    needs_keys: reject all requests while there are no keys.
-    is_local: only this machine reaches the server.
+    With http.keys_file, all requests are rejected until `set_keys` is called.
     share_between_keys: all keys share cached prefixes.
     """
 
-    def __init__(
-        self,
-        api_keys: Sequence[ApiKey],
-        metrics_key: str | None = None,
-        *,
-        needs_keys: bool = False,
-        operator_key: str | None = None,
-        is_local: bool = True,
-        share_between_keys: bool = False,
-    ) -> None:
-        self._is_open = not needs_keys and not api_keys
-        self._operator_key, self._is_local = operator_key, is_local
+    def __init__(self, http: HttpConfig, *, share_between_keys: bool = False) -> None:
+        self._is_open = not http.has_keys
+        self._operator_key, self._is_local = http.operator_key, http.is_local
         self._shares = share_between_keys
-        self._clients: dict[str, _Client] = {}
+        self.clients: dict[str, Client] = {}
         self._numbers = itertools.count(1)
-        self.set_keys(api_keys, metrics_key)
+        self.set_keys(http.clients, http.metrics_key)
 
     def set_keys(self, api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
         """Replace the keys for new requests. An unchanged key keeps its quota's state."""
-        before, self._metrics_key = self._clients, metrics_key
-        self._clients = {}
+        before, self._metrics_key = self.clients, metrics_key
+        self.clients = {}
         for each in api_keys:
             known = before.get(each.key)
             is_same = known is not None and known.api_key == each
-            self._clients[each.key] = known if known and is_same else self._client(each)
+            self.clients[each.key] = known if known and is_same else self._client(each)
 
-    def _client(self, api_key: ApiKey) -> _Client:
+    def _client(self, api_key: ApiKey) -> Client:
         salt = b"" if self._shares else _salt(api_key.key.encode(), _KEY_SALT)
-        return _Client(api_key, Caller(_tenant(api_key), 0, salt), KeyQuota(api_key, monotonic_s))
+        return Client(api_key, Caller(_tenant(api_key), 0, salt), KeyQuota(api_key, monotonic_s))
 
-    def check(self, request: Request) -> str | None:
-        """Return the request's key, or None if no key is required. Raises UnauthorizedError."""
+    def check(self, request: Request) -> Client:
+        """Return the sender of a request. Raises UnauthorizedError."""
         if self._is_open:
-            return None
+            return _ANYONE
         needed = "a valid API key is needed (Authorization: Bearer KEY)"
-        return _check(self._clients, request, needed)
+        return self.clients[_check(self.clients, request, needed)]
 
     def check_metrics(self, request: Request) -> None:
         """Raise UnauthorizedError unless the request has the metrics key, if there is one."""
@@ -109,24 +104,9 @@ class Authenticator:
                 "than this machine reach it"
             )
 
-    def caller(self, key: str | None, name: str = "") -> Caller:
-        """Return the caller of a request with this valid key. name: the request's id."""
-        caller = Caller() if key is None else self._clients[key].caller
-        return Caller(caller.tenant, next(self._numbers), caller.salt, name)
-
-    def priority(self, key: str | None) -> Priority:
-        """Return the key's default priority class."""
-        if key is None:
-            return Priority.LS
-        return Priority[self._clients[key].api_key.priority.upper()]
-
-    def has_fixed_priority(self, key: str | None) -> bool:
-        """Return whether the key's requests must not name another class."""
-        return key is not None and self._clients[key].api_key.fixed_priority
-
-    def quota(self, key: str | None) -> KeyQuota | None:
-        """Return the key's quota; None: unlimited."""
-        return None if key is None else self._clients[key].quota
+    def caller(self, client: Client, name: str = "") -> Caller:
+        """Return the caller of a client's request. name: the request's id."""
+        return Caller(client.caller.tenant, next(self._numbers), client.caller.salt, name)
 
 
 def with_cache_salt(caller: Caller, cache_salt: str | None) -> Caller:
@@ -242,15 +222,11 @@ class ApiKeyReloader:
     """
 
     def __init__(
-        self,
-        http: HttpConfig,
-        authenticator: Authenticator,
-        telemetry: Telemetry,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, http: HttpConfig, authenticator: Authenticator, telemetry: Telemetry
     ) -> None:
         assert http.keys_file is not None
         self._path, self._metrics_key = Path(http.keys_file), http.metrics_key
-        self._authenticator, self._telemetry, self._sleep = authenticator, telemetry, sleep
+        self._authenticator, self._telemetry = authenticator, telemetry
         self._last_read: bytes | ConfigError | None = None  # at the last poll
         self._last_result: bytes | str | None = None  # last loaded or rejected
         self.problem = ""  # of the current file; empty: its keys are loaded
@@ -266,11 +242,10 @@ class ApiKeyReloader:
         for outcome in ("loaded", "rejected"):
             self._telemetry.count(metrics.KEYS_RELOADED, outcome, by=0)
         while True:
-            await self._sleep(POLL_PERIOD_S)
+            await asyncio.sleep(POLL_PERIOD_S)
             await self.poll()
 
     async def poll(self) -> None:
-        """Check the file once."""
         current: bytes | ConfigError
         try:
             current = await asyncio.to_thread(keys_bytes, self._path)

@@ -1,11 +1,10 @@
-"""Files and batches as OpenAI's API has them, and the interface of the service that keeps them."""
+"""Files and batches as OpenAI's API has them, and calls of the service that keeps them."""
 
-from typing import Annotated, Literal, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
-
-from cluster.http.spans import TraceHeaders
 
 BatchStatus = Literal[
     "validating",
@@ -153,42 +152,7 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str | None = None
 
 
-class BatchService(Protocol):
-    """Keeper of files and batches. Objects of other owners do not exist for a caller.
-
-    Raises RequestError, or NotReadyError while the service cannot be reached.
-    """
-
-    async def begin_upload(self, owner: FileOwner) -> str:
-        """Return the id of a new upload."""
-
-    async def write_upload(self, upload: str, data: bytes) -> None: ...
-
-    async def end_upload(
-        self, upload: str, filename: str, expires_after_s: int | None
-    ) -> FileObject: ...
-
-    async def abort_upload(self, upload: str) -> None: ...
-
-    async def list_files(self, owner: FileOwner, query: PageQuery) -> FileList: ...
-
-    async def get_file(self, owner: FileOwner, file: str) -> FileObject: ...
-
-    async def read_file(self, owner: FileOwner, file: str, offset: int) -> bytes:
-        """Return a piece of the content, empty at the end."""
-
-    async def delete_file(self, owner: FileOwner, file: str) -> DeletedFile: ...
-
-    async def create_batch(
-        self, owner: FileOwner, body: BatchBody, trace: TraceHeaders = ()
-    ) -> BatchObject:
-        """trace: headers of the trace that the batch's requests are part of."""
-
-    async def list_batches(self, owner: FileOwner, query: PageQuery) -> BatchList: ...
-
-    async def get_batch(self, owner: FileOwner, batch: str) -> BatchObject: ...
-
-    async def cancel_batch(self, owner: FileOwner, batch: str) -> BatchObject: ...
-
-
-BATCH_METHODS = frozenset(name for name in vars(BatchService) if not name.startswith("_"))
+BatchCall = Callable[..., Awaitable[Any]]
+"""Name of a method of `cluster.batch.service.Batches`, and its arguments → its result. Objects of
+other owners do not exist for a caller. Raises RequestError, or NotReadyError while the service
+cannot be reached."""

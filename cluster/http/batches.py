@@ -1,7 +1,8 @@
 """`/v1/files` and `/v1/batches`: checks, uploads in pieces, and calls of the batch service."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -10,10 +11,11 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from cluster.http.batch_types import BatchBody, BatchService, ExpiresAfter, FileOwner, PageQuery
+from cluster.http.admin import PlainEndpoint
+from cluster.http.batch_types import BatchBody, ExpiresAfter, FileObject, FileOwner, PageQuery
 from cluster.http.body import read_small_body
 from cluster.http.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
-from cluster.http.request_context import MAX_UPLOADS, AppState, Result
+from cluster.http.request_context import MAX_UPLOADS, AppState
 from cluster.http.responses import json_response
 from cluster.http.spans import trace_headers
 from contracts.errors import ClientGoneError, NotReadyError, OverloadError, RequestError
@@ -27,8 +29,6 @@ PIECE_BYTES = 1 << 20
 MIN_BYTES_PER_S = 16 << 10  # an upload slower than this ends after http.body_timeout_s
 REPLY_TIMEOUT_S = 60.0
 _UNTITLED = "file.jsonl"
-
-Endpoint = Callable[[AppState, Request], Awaitable[Response]]
 
 
 class UploadForm:
@@ -136,8 +136,7 @@ class UploadForm:
 
 
 async def upload_file(app_state: AppState, request: Request) -> Response:
-    """Answer `POST /v1/files`."""
-    owner, service = _owner(app_state, request), _service(app_state)
+    owner = _owner(app_state, request)
     app_state.drainer.check()
     form = UploadForm(request.headers.get("content-type", ""))
     declared = request.headers.get("content-length", "")
@@ -146,28 +145,18 @@ async def upload_file(app_state: AppState, request: Request) -> Response:
     if app_state.uploads.locked():
         raise OverloadError(f"{MAX_UPLOADS} files are being uploaded: try again in 5 s", 5.0)
     async with app_state.uploads:
-        upload = await _reply(service.begin_upload(owner))
+        upload = await _call(app_state, "begin_upload", owner)
         try:
-            await _receive(
-                app_state, request, form, lambda data: service.write_upload(upload, data)
-            )
+            await _receive(app_state, request, form, upload)
             form.check()
-            expires_after_s = form.expires_after_s()
-            filename = form.filename or _UNTITLED
-            return json_response(
-                await _reply(service.end_upload(upload, filename, expires_after_s))
-            )
+            file = form.filename or _UNTITLED, form.expires_after_s()
+            return json_response(await _call(app_state, "end_upload", upload, *file))
         except BaseException:
-            await asyncio.shield(_reply(service.abort_upload(upload)))
+            await asyncio.shield(_call(app_state, "abort_upload", upload))
             raise
 
 
-async def _receive(
-    app_state: AppState,
-    request: Request,
-    form: UploadForm,
-    write: Callable[[bytes], Awaitable[None]],
-) -> None:
+async def _receive(app_state: AppState, request: Request, form: UploadForm, upload: str) -> None:
     """Write the file of the form in pieces of about PIECE_BYTES."""
     loop, limit_s = asyncio.get_running_loop(), app_state.http.body_timeout_s
     started_s, received, size = loop.time(), 0, 0
@@ -182,7 +171,7 @@ async def _receive(
                     buffer += piece
                 _check_size(app_state, size)
                 if len(buffer) >= PIECE_BYTES:
-                    await _reply(write(bytes(buffer)))
+                    await _call(app_state, "write_upload", upload, bytes(buffer))
                     buffer.clear()
     except TimeoutError:
         raise BodyTimeoutError(
@@ -191,7 +180,7 @@ async def _receive(
     except ClientDisconnect:
         raise ClientGoneError("the client disconnected while sending its file") from None
     if buffer:
-        await _reply(write(bytes(buffer)))
+        await _call(app_state, "write_upload", upload, bytes(buffer))
 
 
 def _check_size(app_state: AppState, size: int) -> None:
@@ -204,9 +193,10 @@ def _check_size(app_state: AppState, size: int) -> None:
 
 async def file_content(app_state: AppState, request: Request) -> Response:
     """Answer `GET /v1/files/{id}/content` in pieces, each read when the one before is sent."""
-    owner, service = _owner(app_state, request), _service(app_state)
-    file = await _reply(service.get_file(owner, request.path_params["id"]))
-    first = await _reply(service.read_file(owner, file.id, 0))  # its errors have a status
+    owner = _owner(app_state, request)
+    file: FileObject = await _call(app_state, "get_file", owner, request.path_params["id"])
+    # Before the answer begins: its errors have a status.
+    first: bytes = await _call(app_state, "read_file", owner, file.id, 0)
 
     async def pieces() -> AsyncIterator[bytes]:
         piece, offset = first, 0
@@ -215,7 +205,7 @@ async def file_content(app_state: AppState, request: Request) -> Response:
             offset += len(piece)
             if offset >= file.bytes:
                 return
-            piece = await _reply(service.read_file(owner, file.id, offset))
+            piece = await _call(app_state, "read_file", owner, file.id, offset)
 
     headers = {
         "content-length": str(file.bytes),
@@ -225,40 +215,32 @@ async def file_content(app_state: AppState, request: Request) -> Response:
 
 
 async def create_batch(app_state: AppState, request: Request) -> Response:
-    """Answer `POST /v1/batches`."""
-    owner, service = _owner(app_state, request), _service(app_state)
+    owner = _owner(app_state, request)
     app_state.drainer.check()
     body = await read_small_body(app_state, request, BatchBody, MAX_BODY_BYTES)
     trace = () if app_state.tracer is None else trace_headers(request.scope["headers"])
-    return json_response(await _reply(service.create_batch(owner, body, trace)))
+    return json_response(await _call(app_state, "create_batch", owner, body, trace))
 
 
-def _by_query(call: Callable[[BatchService, FileOwner, PageQuery], Awaitable[object]]) -> Endpoint:
-    """Return the endpoint that answers with a page of the caller's objects."""
+def page_query(request: Request) -> PageQuery:
+    try:
+        return msgspec.convert(dict(request.query_params), PageQuery, strict=False)
+    except msgspec.ValidationError as error:
+        field, text = wrong_field(str(error))
+        raise RequestError(f"{field}: {text}", field) from None
+
+
+def on_owned(
+    method: str,
+    argument: Callable[[Request], object] = lambda request: request.path_params["id"],
+) -> PlainEndpoint:
+    """Return the endpoint that calls a method with the caller and an argument of the request."""
 
     async def endpoint(app_state: AppState, request: Request) -> Response:
-        owner, query = _owner(app_state, request), _query(request)
-        return json_response(await _reply(call(_service(app_state), owner, query)))
+        owner = _owner(app_state, request)
+        return json_response(await _call(app_state, method, owner, argument(request)))
 
     return endpoint
-
-
-def _by_id(call: Callable[[BatchService, FileOwner, str], Awaitable[object]]) -> Endpoint:
-    """Return the endpoint that answers with the object that its path names."""
-
-    async def endpoint(app_state: AppState, request: Request) -> Response:
-        owner, name = _owner(app_state, request), request.path_params["id"]
-        return json_response(await _reply(call(_service(app_state), owner, name)))
-
-    return endpoint
-
-
-list_files = _by_query(lambda service, *of: service.list_files(*of))
-get_file = _by_id(lambda service, *of: service.get_file(*of))
-delete_file = _by_id(lambda service, *of: service.delete_file(*of))
-list_batches = _by_query(lambda service, *of: service.list_batches(*of))
-get_batch = _by_id(lambda service, *of: service.get_batch(*of))
-cancel_batch = _by_id(lambda service, *of: service.cancel_batch(*of))
 
 
 def _owner(app_state: AppState, request: Request) -> FileOwner:
@@ -267,25 +249,13 @@ def _owner(app_state: AppState, request: Request) -> FileOwner:
     return FileOwner(caller.tenant, caller.salt)
 
 
-def _service(app_state: AppState) -> BatchService:
+async def _call(app_state: AppState, method: str, *arguments: object) -> Any:
     if app_state.batches is None:
         raise NotReadyError("this server keeps no files and batches")
-    return app_state.batches
-
-
-async def _reply(reply: Awaitable[Result]) -> Result:
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
-            return await reply
+            return await app_state.batches(method, *arguments)
     except TimeoutError:
         raise NotReadyError(
             f"the batch service has not answered within {REPLY_TIMEOUT_S:g} s"
         ) from None
-
-
-def _query(request: Request) -> PageQuery:
-    try:
-        return msgspec.convert(dict(request.query_params), PageQuery, strict=False)
-    except msgspec.ValidationError as error:
-        field, text = wrong_field(str(error))
-        raise RequestError(f"{field}: {text}", field) from None

@@ -314,7 +314,7 @@ def check_priority(body: PrioritizedFields, *, default: Priority) -> Priority:
 
 
 def check_options(
-    body: GenerationBody, model: ModelInfo, priority: Priority, *, logprobs: int | None
+    body: GenerationBody, model: ModelInfo, *, logprobs: int | None
 ) -> GenerationOptions:
     """Return the common fields of a generation with defaults filled in. Raises RequestError."""
     n = body.n or 1
@@ -331,7 +331,6 @@ def check_options(
     return GenerationOptions(
         sampling=sampling,
         max_tokens=_or_default(body.max_completion_tokens, body.max_tokens),
-        priority=priority,
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         structure=structure,
         choices=checked_choices(structure),
@@ -387,20 +386,20 @@ def check_tokens(token_ids: list[int], model: ModelInfo, param: str) -> None:
 def resolve_max_tokens(
     prompt_tokens: int,
     options: GenerationOptions,
-    model: ModelInfo,
+    app_state: AppState,
     *,
     default: int,
     param: str,
-    pool_tokens: int | None = None,
 ) -> int:
     """Return max_tokens for this prompt.
 
     A requested value must fit behind the prompt (400 otherwise); the default is reduced to what
-    fits. A prompt that leaves no room for a token is rejected (413).
-
-    pool_tokens: capacity of a rank's KV pool, if known; it may be less than the context.
+    fits. A prompt that leaves no room for a token is rejected (413). A rank's KV pool may hold less
+    than the context.
     """
-    capacity, holder = model.max_context_tokens, "the model's context"
+    capacity, holder = app_state.model.max_context_tokens, "the model's context"
+    is_prefill = options.max_tokens is not None and options.max_tokens <= 1
+    pool_tokens = app_state.backend.pool_tokens(prefill=is_prefill)
     if pool_tokens is not None and pool_tokens < capacity:
         capacity, holder = pool_tokens, "a rank's KV pool (kv.pool_tokens)"
     room = capacity - prompt_tokens

@@ -64,7 +64,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if body.top_logprobs and not body.logprobs:  # vLLM's default is 0
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    options = check_options(body, app_state.model, ctx.priority, logprobs=top)
+    options = check_options(body, app_state.model, logprobs=top)
     if options.n > app_state.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
     tools = requested_tools(body, app_state.tokenizer)
@@ -86,12 +86,9 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     )
     check_tokens(token_ids, app_state.model, "messages")
     room = resolve_max_tokens(
-        *(len(token_ids), options, app_state.model),
+        *(len(token_ids), options, app_state),
         default=_default_max_tokens(app_state, options, len(token_ids)),
         param="messages",
-        pool_tokens=app_state.backend.pool_tokens(
-            prefill=options.max_tokens is not None and options.max_tokens <= 1
-        ),
     )
     tokens = options.n * (len(token_ids) + room)
     app_state.bounds.check_passes("n", options.n, tokens)
@@ -108,9 +105,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         structure = msgspec.structs.replace(structure, before=before)
         options = msgspec.structs.replace(options, structure=structure)
     options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
-    (sampling,) = await samplings(
-        app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
-    )
+    (sampling,) = await samplings(app_state, ctx, [(token_ids, room)], options)
     new_parser = forced.new_parser if forced else None
     if structure is None or structure.before:  # else the whole answer is content or a call
         called = tools if structure is None else []

@@ -34,11 +34,11 @@ from cluster.classification.classify import (
 )
 from cluster.http.body import check_model, check_tokens, read_prioritized_body
 from cluster.http.cost import (
+    ANSWER_NUMBER_BYTES,
     SHARED_TOKEN_BYTES,
     VALUE_BYTES,
     Bounds,
     classified_answer_bytes,
-    scored_answer_bytes,
 )
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.response_types import ClassifiedRow
@@ -71,7 +71,7 @@ async def classify(app_state: AppState, ctx: RequestContext, request: Request) -
     multi_label = bool(body.multi_label)
     characters = _check_cost(app_state, inputs, texts, task, multi_label=multi_label)
     results = await ctx.run(_run(app_state, ctx, inputs, characters))
-    rows = _multi_rows(task, results) if multi_label else _rows(task, results)
+    rows = _rows(task, results, multi_label=multi_label)
     usage = token_usage(result.usage for result in results)
     head = {**response_fields("classify", "list", app_state.model.name), "usage": usage}
     return pieces_response(json_object(head, {"data": await _encoded(rows, ctx)}))
@@ -184,17 +184,19 @@ async def _run(
     return await map_bounded(classified, enumerate(rows.rows), rows.at_once)
 
 
-def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
-    for index, result in enumerate(results):
-        yield _row(index, task, task.labels[result.best], result.probs)
-
-
-def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
-    """Yield one row per text. results: one per text and label."""
+def _rows(
+    task: ClassifyTask, results: list[Classified], *, multi_label: bool
+) -> Iterator[ClassifiedRow]:
+    """Yield one row per text. results: one per text, or with multi_label one per text and label."""
     count = len(task.labels)
-    for index in range(len(results) // count):
-        probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
-        yield _row(index, task, applicable_labels(task.labels, probs), probs)
+    for index in range(len(results) // (count if multi_label else 1)):
+        label: str | list[str]
+        if multi_label:
+            probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
+            label = applicable_labels(task.labels, probs)
+        else:
+            probs, label = results[index].probs, task.labels[results[index].best]
+        yield ClassifiedRow(index=index, label=label, probs=probs, num_classes=count)
 
 
 async def _encoded(rows: Iterator[ClassifiedRow], ctx: RequestContext) -> Json:
@@ -208,18 +210,6 @@ async def _encoded(rows: Iterator[ClassifiedRow], ctx: RequestContext) -> Json:
     return json_list([piece] for piece in pieces)
 
 
-def _row(
-    index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
-) -> ClassifiedRow:
-    return ClassifiedRow(index=index, label=label, probs=probs, num_classes=len(task.labels))
-
-
-class ScoreJob(msgspec.Struct, frozen=True):
-    prompts: list[list[int]]
-    label_token_ids: list[int]
-    apply_softmax: bool
-
-
 async def score(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
     ctx.pipeline = Pipeline.PREFILL
     body = await read_prioritized_body(app_state, ctx, request, ScoreBody)
@@ -230,7 +220,9 @@ async def score(app_state: AppState, ctx: RequestContext, request: Request) -> R
     return pieces_response(json_object(head, {"scores": scores}))
 
 
-async def _job(app_state: AppState, ctx: RequestContext, body: ScoreBody) -> ScoreJob:
+async def _checked_prompts(
+    app_state: AppState, ctx: RequestContext, body: ScoreBody
+) -> list[list[int]]:
     check_model(body.model, app_state.model)
     labels = body.label_token_ids
     check_tokens(labels, app_state.model, "label_token_ids")
@@ -240,7 +232,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ScoreBody) -> Sco
         raise RequestError(
             f"items has {len(items)} entries, expected 1 to {limit} (http.max_batch_items)", "items"
         )
-    app_state.bounds.check_answer("items", scored_answer_bytes(len(items), len(labels)))
+    app_state.bounds.check_answer("items", len(items) * len(labels) * ANSWER_NUMBER_BYTES)
     prompts = await _prompts(app_state, ctx, body, items)
     app_state.bounds.check_passes("items", len(prompts), sum(map(len, prompts)))
     for prompt in prompts:
@@ -252,7 +244,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ScoreBody) -> Sco
                 f" {context}",
                 "items",
             )
-    return ScoreJob(prompts, labels, body.apply_softmax)
+    return prompts
 
 
 async def _prompts(
@@ -297,7 +289,7 @@ async def _run_scoring(
     app_state: AppState, ctx: RequestContext, body: ScoreBody
 ) -> list[tuple[bytes, Usage]]:
     """Return the scores of each item as JSON, which takes less memory than objects."""
-    job = await _job(app_state, ctx, body)
+    prompts, labels = await _checked_prompts(app_state, ctx, body), body.label_token_ids
 
     async def run(numbered: tuple[int, list[int]]) -> tuple[bytes, Usage]:
         index, prompt = numbered
@@ -306,23 +298,22 @@ async def _run_scoring(
             token_ids=prompt,
             sampling=None,
             priority=ctx.priority,
-            candidates=job.label_token_ids,
+            candidates=labels,
             caller=ctx.caller,
         )
         scored = await app_state.backend.score(submit, wait_for_slot=index > 0)
         ctx.on_token()
         ctx.on_sequence_end(scored.usage, 0.0, 0.0)
-        scores = msgspec.json.encode(_scores(job, scored))
+        scores = msgspec.json.encode(_scores(scored, len(labels), softmaxed=body.apply_softmax))
         ctx.account.grow(len(scores))
         return scores, scored.usage
 
     # Bounds the encoding in one turn of the event loop: answers may arrive together.
-    at_once = max(1, min(CONCURRENT_ITEMS, SCORES_AT_ONCE // len(job.label_token_ids)))
-    return await map_bounded(run, enumerate(job.prompts), at_once)
+    at_once = max(1, min(CONCURRENT_ITEMS, SCORES_AT_ONCE // len(labels)))
+    return await map_bounded(run, enumerate(prompts), at_once)
 
 
-def _scores(job: ScoreJob, scored: Scored) -> list[float]:
-    count = len(job.label_token_ids)
-    if job.apply_softmax:
+def _scores(scored: Scored, count: int, *, softmaxed: bool) -> list[float]:
+    if softmaxed:
         return softmax(checked_scores(scored.candidate_logits, count))
     return [math.exp(logprob) for logprob in checked_scores(scored.candidate_logprobs, count)]

@@ -33,7 +33,7 @@ async def completions(app_state: AppState, ctx: RequestContext, request: Request
 async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -> GenerationJob:
     check_supported(body)
     check_model(body.model, app_state.model)
-    options = check_options(body, app_state.model, ctx.priority, logprobs=body.logprobs)
+    options = check_options(body, app_state.model, logprobs=body.logprobs)
     if options.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
     listed = _prompts(body.prompt)
@@ -47,27 +47,24 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
     default = DEFAULT_MAX_TOKENS
     if options.choices is not None:  # room for any choice; reduced later
         default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
-    pool_tokens = app_state.backend.pool_tokens(
-        prefill=options.max_tokens is not None and options.max_tokens <= 1
-    )
     adds = body.add_special_tokens is not False
     token_ids = await _token_ids(app_state, ctx, listed, add_special_tokens=adds)
     for ids in token_ids:
         check_tokens(ids, model, "prompt")
-        room = resolve_max_tokens(
-            *(len(ids), options, model), default=default, param="prompt", pool_tokens=pool_tokens
-        )
+        room = resolve_max_tokens(len(ids), options, app_state, default=default, param="prompt")
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
     options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
-    sampled = await samplings(app_state.tokenizer_pool, with_rooms, options, model)
+    sampled = await samplings(app_state, ctx, with_rooms, options)
     prompts = []
     for number, (ids, sampling) in enumerate(zip(token_ids, sampled, strict=True)):
-        text = ""
-        if body.echo:
-            given, is_last = listed[number], options.max_tokens == 0
-            text = await _echo_text(app_state.tokenizer, given, complete=is_last)
+        given, text = listed[number], ""
+        if body.echo and isinstance(given, str):
+            text = given
+        elif body.echo and isinstance(given, list):  # with special tokens
+            is_last = options.max_tokens == 0
+            text = await decode_text(app_state.tokenizer, given, complete=is_last)
         prompts.append(GenerationPrompt(ids, sampling, text))
     # lm-eval takes the last listed token for the generated one: an eos must be listed
     return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
@@ -138,16 +135,7 @@ async def _token_ids(
     return [given for given in listed if isinstance(given, list)]
 
 
-async def _echo_text(tokenizer: Tokenizer, given: str | list[int], *, complete: bool) -> str:
-    """Return the prompt as text; token ids include special tokens."""
-    return (
-        given if isinstance(given, str) else await decode_text(tokenizer, given, complete=complete)
-    )
-
-
 class _CompletionFormatter:
-    """Format of completions."""
-
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:

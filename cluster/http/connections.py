@@ -10,7 +10,6 @@ The module uses neither clock nor socket: time is passed in, connections are cal
 import enum
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from contracts.clock import Clock
@@ -57,16 +56,17 @@ class ConnectionTable:
     Call `admit` on accept and `leave` when the descriptor is closed.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        per_address: int | None,
-        timeouts_s: Mapping[WaitState, float],
-        clock: Clock,
-    ) -> None:
+    def __init__(self, limit: int, http: HttpConfig, clock: Clock) -> None:
         self.limit = limit
-        self._per_address = per_address
-        self._timeouts_s = timeouts_s
+        self._per_address = http.max_connections_per_address
+        self._timeouts_s = {
+            WaitState.HEAD: http.header_timeout_s,
+            WaitState.IDLE: http.keep_alive_timeout_s,
+            WaitState.REST: http.header_timeout_s,
+            WaitState.READER: http.write_timeout_s,
+            WaitState.CLOSING: CLOSING_S,
+            WaitState.HALF_CLOSED: HALF_CLOSED_S,
+        }
         self._clock = clock
         self._addresses: dict[Connection, str] = {}
         self._by_address: Counter[str] = Counter()
@@ -167,18 +167,6 @@ class ConnectionTable:
                 limit=self.limit,
                 **counts,
             )
-
-
-def connection_timeouts(http: HttpConfig) -> dict[WaitState, float]:
-    """Return the timeout of each wait in seconds."""
-    return {
-        WaitState.HEAD: http.header_timeout_s,
-        WaitState.IDLE: http.keep_alive_timeout_s,
-        WaitState.REST: http.header_timeout_s,
-        WaitState.READER: http.write_timeout_s,
-        WaitState.CLOSING: CLOSING_S,
-        WaitState.HALF_CLOSED: HALF_CLOSED_S,
-    }
 
 
 def connection_limit(requested: int | None, descriptors: int) -> int:

@@ -55,15 +55,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, int]:
         """Return the limits for clients, named as in the configuration's section `limits`."""
-        limits = self.limits
-        return {
-            "prompt_characters": self.prompt_characters,
-            "passes": limits.passes,
-            "pass_tokens": limits.pass_tokens,
-            "label_tokens": limits.label_tokens,
-            "answer_bytes": limits.answer_bytes,
-            "request_bytes": limits.request_bytes,
-        }
+        names = ("passes", "pass_tokens", "label_tokens", "answer_bytes", "request_bytes")
+        shown = {name: getattr(self.limits, name) for name in names}
+        return {"prompt_characters": self.prompt_characters, **shown}
 
     def check_text(self, param: str, characters: int) -> None:
         """Check a prompt's length before it is tokenized. Raises TooLongError."""
@@ -144,10 +138,6 @@ def classified_answer_bytes(texts: int, labels: Sequence[str], *, multi_label: b
     return texts * (named + len(labels) * ANSWER_NUMBER_BYTES)
 
 
-def scored_answer_bytes(items: int, labels: int) -> int:
-    return items * labels * ANSWER_NUMBER_BYTES
-
-
 class MemoryBudget:
     """Memory of all open requests of an ingress. Belongs to one event loop."""
 
@@ -170,13 +160,9 @@ class MemoryAccount:
 
     def __init__(self, requests: MemoryBudget) -> None:
         self._requests = requests
-        self._held = 0
+        self.held_bytes = 0
         self._small = 0
         self._closed = False
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held
 
     def charge(self, count: int, param: str | None = None) -> None:
         """Charge `count` bytes, or none if it raises. No effect after `close`.
@@ -186,7 +172,7 @@ class MemoryAccount:
         """
         if self._closed:
             return
-        requests, held = self._requests, self._held + count
+        requests, held = self._requests, self.held_bytes + count
         if held > requests.request_bytes:
             what = f"{param}: the request" if param else "the request"
             raise TooCostlyError(
@@ -203,7 +189,7 @@ class MemoryAccount:
                 f" (limits.open_bytes): try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
             )
-        self._held = held
+        self.held_bytes = held
         requests.held_bytes = total
 
     def grow(self, count: int) -> None:
@@ -215,11 +201,11 @@ class MemoryAccount:
 
     def release(self, count: int) -> None:
         """Give back at most `count` charged bytes."""
-        count = min(count, self._held)
-        self._held -= count
+        count = min(count, self.held_bytes)
+        self.held_bytes -= count
         self._requests.held_bytes -= count
 
     def close(self) -> None:
         """Give back everything. May be called again."""
         self._closed = True
-        self.release(self._held)
+        self.release(self.held_bytes)

@@ -35,8 +35,6 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The body did not arrive in time."""
-
     code = "request_timeout"
     status = 408
 
@@ -67,7 +65,6 @@ class TooManyConnectionsError(TandemError):
 
     code = "too_many_connections"
     status = 503
-    retryable = True
 
 
 class MediaTypeError(RequestError):
@@ -80,8 +77,6 @@ class UnsupportedFieldError(RequestError):
 
 
 class UnknownFieldError(RequestError):
-    """The body has an unknown field."""
-
     code = "unknown_parameter"
 
 
@@ -115,7 +110,6 @@ def error_body(error: TandemError) -> ErrorResponse:
 
 
 def error_response(error: TandemError) -> Response:
-    """Return the answer for a TandemError."""
     headers = {}
     if isinstance(error, OverloadError):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))

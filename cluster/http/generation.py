@@ -25,7 +25,6 @@ from cluster.http.responses import (
     EventStream,
     Json,
     LogprobsJson,
-    collect,
     json_list,
     json_object,
     pieces_response,
@@ -264,7 +263,9 @@ class _Run:
     async def answer(self) -> Json:
         formatter, account = self._formatter, self._ctx.account
         choices = [ChoiceBuilder(formatter.logprobs(), account) for _ in range(self._job.count)]
-        await collect(self._deltas(), choices)
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                choices[index].add(delta)
         result = [
             json_object(formatter.choice(index, choice), {"logprobs": choice.logprobs})
             for index, choice in enumerate(choices)
@@ -348,7 +349,7 @@ class _Run:
             request_id=0,
             token_ids=prompt.token_ids,
             sampling=_with_seed(prompt.sampling, index % options.n),
-            priority=options.priority,
+            priority=self._ctx.priority,
             eos_token_ids=list(self._app_state.model.eos_token_ids),
             caller=self._ctx.caller,
         )
@@ -380,7 +381,7 @@ class _Run:
             request_id=0,
             token_ids=token_ids,
             sampling=None,
-            priority=options.priority,
+            priority=self._ctx.priority,
             score_from=1,
             score_top=options.sampling.logprobs or 0,
             caller=self._ctx.caller,

@@ -89,7 +89,6 @@ class GrammarCompiler:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             self._process.terminate()

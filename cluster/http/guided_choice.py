@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from cluster.http.request_context import AppState, RequestContext
 from cluster.http.schemas import GenerationOptions, ModelInfo
-from cluster.http.text import TokenizerPool
 from contracts.errors import RequestError
 from contracts.requests import MAX_CHOICE_TOKENS, Sampling, check_lengths
 from models.text.chat_template import EncodingSteps
@@ -21,10 +21,10 @@ TAIL_CHARACTERS = 64  # of such a tail, tokenized again with each choice
 
 
 async def samplings(
-    tokenizer_pool: TokenizerPool,
+    app_state: AppState,
+    ctx: RequestContext,
     prompts: Sequence[tuple[list[int], int]],
     options: GenerationOptions,
-    model: ModelInfo,
 ) -> list[Sampling]:
     """Return the sampling settings of each prompt. Raises RequestError.
 
@@ -35,7 +35,7 @@ async def samplings(
     if options.max_tokens == 0:
         return made
     if options.choices is not None:
-        found = await choice_ids(tokenizer_pool, [ids for ids, _ in prompts], options, model)
+        found = await _choice_ids(app_state, ctx, [ids for ids, _ in prompts], options)
         made = [structs.replace(s, choices=ids) for s, ids in zip(made, found, strict=True)]
     for sampling in made:
         check_lengths(sampling)
@@ -47,11 +47,11 @@ async def samplings(
     ]
 
 
-async def choice_ids(
-    tokenizer_pool: TokenizerPool,
+async def _choice_ids(
+    app_state: AppState,
+    ctx: RequestContext,
     prompts: Sequence[list[int]],
     options: GenerationOptions,
-    model: ModelInfo,
 ) -> list[list[list[int]]]:
     """Return per prompt the tokens of each choice behind it.
 
@@ -72,10 +72,10 @@ async def choice_ids(
     for stop in options.stops:
         if any(stop in choice for choice in choices):
             raise RequestError(f"stop: {stop!r} is part of a choice of {name}", "stop")
-    steps = _all_ids(tokenizer_pool.tokenizer, tails, choices, name)
-    found = await tokenizer_pool.run(steps, characters, lambda _: None, options.priority)
+    steps = _all_ids(app_state.tokenizer, tails, choices, name)
+    found = await app_state.tokenizer_pool.run(steps, characters, lambda _: None, ctx.priority)
     for ids in found.values():
-        _check_ids(ids, options, model, name)
+        _check_ids(ids, options, app_state.model, name)
     return [found[tuple(prompt[-TAIL_TOKENS:])] for prompt in prompts]
 
 

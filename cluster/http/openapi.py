@@ -71,13 +71,8 @@ class _Operation(NamedTuple):
     parameters: tuple[Schema, ...] = ()
 
 
-_MODEL_NAME = {
-    "name": "name",
-    "in": "path",
-    "required": True,
-    "description": "May contain slashes.",
-    "schema": {"type": "string", "minLength": 1},
-}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_MODEL_NAME = {**_ID, "name": "name", "description": "May contain slashes."}
 _TRACE_SECONDS = {
     "name": "seconds",
     "in": "query",
@@ -132,8 +127,6 @@ _SCALE = {
     ),
 }
 
-
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _UPLOAD: Schema = {
     "multipart/form-data": {
         "schema": {
@@ -295,7 +288,6 @@ def _answered(answer: type) -> Schema:
 
 
 def _error_responses() -> Schema:
-    """Return the error responses by status, each with its codes."""
     responses: Schema = {}
     for status, codes in sorted(_codes().items()):
         known = {"properties": {"error": {"properties": {"code": {"enum": codes}}}}}

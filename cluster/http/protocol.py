@@ -133,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError as error:
             if self._problem is None and not self._is_over:
-                self._problem = MalformedHttpError(f"not HTTP/1.1: {_ascii_message(error)}")
+                self._problem = MalformedHttpError(f"not HTTP/1.1: {ascii(str(error))[1:-1]}")
         if self._is_advancing:
             self._idle_bytes = 0
         else:
@@ -422,8 +422,3 @@ def refusal(error: TandemError, more: str = "") -> bytes:
         f"x-request-id: {fresh_id()}\r\nconnection: close\r\n\r\n"
     )
     return STATUS_LINE[error.status] + head.encode() + body
-
-
-def _ascii_message(error: httptools.HttpParserError) -> str:
-    """Return the parser's message as one line of ASCII."""
-    return ascii(str(error))[1:-1]

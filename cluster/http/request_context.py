@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.http.authenticator import Authenticator, KeyQuota
-from cluster.http.batch_types import BatchService
+from cluster.http.batch_types import BatchCall
 from cluster.http.cost import TOKEN_BYTES, Bounds, MemoryBudget
 from cluster.http.errors import BodyTimeoutError
 from cluster.http.grammar_compiler import GrammarCompiler
@@ -111,14 +111,7 @@ class LauncherApi(Protocol):
 
 
 class AppState(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared state of all endpoints.
-
-    launcher: None: this process has no access to it.
-    uploads: limits simultaneous uploads of files.
-    tracer: source of OpenTelemetry spans; None: off.
-    active_requests: requests under way.
-    recent_requests: the latest completed requests, for traces.
-    """
+    """Shared state of all endpoints. recent_requests: the latest completed ones, for traces."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -132,7 +125,7 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     telemetry: Telemetry
     launcher: LauncherApi | None = None
     tracer: RequestTracer | None = None
-    batches: BatchService | None = None
+    batches: BatchCall | None = None
     uploads: asyncio.Semaphore = msgspec.field(
         default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS)
     )
@@ -232,15 +225,15 @@ class RequestContext:
             self.is_priority_fixed = True
             return
         authenticator = self._app_state.authenticator
-        key = authenticator.check(request)
-        self.caller = authenticator.caller(key, self.request_id)
+        client = authenticator.check(request)
+        self.caller = authenticator.caller(client, self.request_id)
         self._app_state.drainer.check()
-        self._quota = authenticator.quota(key)
+        self._quota = client.quota
         if self._quota is not None:
             self._quota.acquire()
             self._is_admitted = True
-        self.set_priority(authenticator.priority(key))
-        self.is_priority_fixed = authenticator.has_fixed_priority(key)
+        self.set_priority(Priority[client.api_key.priority.upper()])
+        self.is_priority_fixed = client.api_key.fixed_priority
 
     def rate_limit_headers(self) -> dict[str, str]:
         return {} if self._quota is None else self._quota.headers()

@@ -6,11 +6,12 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contracts.clock import Clock
+from contracts.clock import monotonic_s
+from contracts.config import HttpConfig
 from contracts.logs import ACCESS, Line, log_lines
 
 log = logging.getLogger(ACCESS)
@@ -59,24 +60,10 @@ class RequestLog:
     The log contains no text of a request: of the target only the path, percent-encoded as sent.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        clock: Clock,
-        access_log: AccessLog | None,
-        *,
-        exclude: Collection[str] = (),
-        adds_header: bool = True,
-    ) -> None:
-        """Create the middleware.
-
-        exclude: paths whose successful requests are not logged. adds_header: False if a proxy
-        answers with the id itself.
-        """
-        self._exclude = frozenset(exclude)
+    def __init__(self, app: ASGIApp, http: HttpConfig, access_log: AccessLog | None) -> None:
         self._app = app
-        self._adds_header = adds_header
-        self._clock = clock
+        self._exclude = frozenset(http.access_log_exclude)
+        self._adds_header = http.front == "direct"  # Serve's proxy answers with the id
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +73,7 @@ class RequestLog:
         request_id = request_id_of(scope["headers"])
         header = (HEADER, request_id.encode())
         scope.setdefault("state", {})[REQUEST_ID] = request_id
-        arrived_s = self._clock()
+        arrived_s = monotonic_s()
         status = 0
 
         async def send_on(message: Message) -> None:
@@ -105,7 +92,7 @@ class RequestLog:
                 and log.isEnabledFor(logging.INFO)
                 and not (status < 400 and _route(scope) in self._exclude)
             ):
-                spent_ms = 1e3 * (self._clock() - arrived_s)
+                spent_ms = 1e3 * (monotonic_s() - arrived_s)
                 self._access_log.add(
                     {
                         "method": scope["method"],

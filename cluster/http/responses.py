@@ -141,19 +141,12 @@ class ChoiceBuilder:
         return [b"null"] if self._logprobs is None else self._logprobs.pieces()
 
     def add(self, delta: Delta) -> None:
-        """Add a delta. Raises what charging the account raises."""
         self._texts.append(delta.text)
         grown = TEXT_OVERHEAD_BYTES + len(delta.text)
         if self._logprobs is not None:
             grown += self._logprobs.add(delta.tokens)
         self._account.grow(grown)
         self.finish_reason = delta.finish_reason or self.finish_reason
-
-
-async def collect(deltas: Deltas, choices: Sequence[ChoiceBuilder]) -> None:
-    async with aclosing(deltas):
-        async for index, delta in deltas:
-            choices[index].add(delta)
 
 
 def completion_logprobs(

@@ -6,7 +6,6 @@ caller is known. All are best effort.
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from cluster.http.request_context import CALLER, WATCH
 from cluster.http.request_log import REQUEST_ID
 from cluster.http.response_types import ErrorDetail, ErrorResponse
 from cluster.http.spans import TraceHeaders
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import (
     NotReadyError,
     OverloadError,
@@ -47,7 +46,6 @@ class RowReply(NamedTuple):
 
     @property
     def error(self) -> ErrorDetail:
-        """Return the error of a reply that is not an answer."""
         return _decode_error(self.body).error
 
     @property
@@ -67,11 +65,10 @@ _decode_error = msgspec.json.Decoder(ErrorResponse).decode
 class RowClient:
     """Client of `app`, on its event loop."""
 
-    def __init__(self, app: App, clock: Clock = monotonic_s) -> None:
+    def __init__(self, app: App) -> None:
         self._endpoints = {path: app.pipelines[path] for path in ENDPOINTS}
-        self._clock = clock
         self._numbers = itertools.count(1)
-        self._answered_s = clock()
+        self._answered_s = monotonic_s()
 
     async def answer(
         self,
@@ -95,12 +92,12 @@ class RowClient:
             status, text = await self._post(path, body, caller, trace)
             reply = RowReply(status, text, attempts)
             if status < 500 and status not in _BUSY:
-                self._answered_s = self._clock()
+                self._answered_s = monotonic_s()
                 return reply
             failures += not reply.is_busy
             if failures >= MAX_FAILURES:
                 return reply
-            if unavailable_s is not None and self._clock() - self._answered_s > unavailable_s:
+            if unavailable_s is not None and monotonic_s() - self._answered_s > unavailable_s:
                 raise NotReadyError(reply.error.message)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -127,7 +124,7 @@ class RowClient:
                 parts.append(message.get("body", b""))
 
         caller = msgspec.structs.replace(caller, request=next(self._numbers))
-        state = {REQUEST_ID: caller.name, CALLER: caller, WATCH: _watch_nothing}
+        state = {REQUEST_ID: caller.name, CALLER: caller, WATCH: lambda _: None}
         scope: Scope = {
             "type": "http",
             "method": "POST",
@@ -138,10 +135,6 @@ class RowClient:
         }
         await self._endpoints[path](scope, receive, send)
         return status, b"".join(parts)
-
-
-def _watch_nothing(release: Callable[[], None] | None) -> None:
-    pass
 
 
 def _is_stream(body: bytes) -> bool:

@@ -473,7 +473,6 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: Sampling
     max_tokens: int | None
-    priority: Priority
     stops: tuple[str, ...]
     structure: Structure | None
     choices: tuple[str, ...] | None

@@ -15,13 +15,13 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.http.connections import ConnectionTable, connection_limit, connection_timeouts
+from cluster.http.connections import ConnectionTable, connection_limit
 from cluster.http.errors import TooManyConnectionsError
 from cluster.http.protocol import HttpProtocol, refusal
 from contracts.config import LOOPBACK, HttpConfig
@@ -40,10 +40,14 @@ TLS_CHECK_TICKS = 100  # ten seconds between checks for a renewed certificate
 _UNASSIGNED_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below the ephemeral ones
 
 
-class UvicornServer(uvicorn.Server):
-    """uvicorn's server with our own listeners."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server with our own listener, while its replica lives.
 
-    def __init__(self, app: ASGIApp, http: HttpConfig, listening: socket.socket) -> None:
+    Serve, not this server, runs the app's lifespan. shares_port: servers of other replicas listen
+    on the same port.
+    """
+
+    def __init__(self, app: ASGIApp, http: HttpConfig, *, shares_port: bool = False) -> None:
         settings = uvicorn.Config(
             app,
             http=HttpProtocol,
@@ -59,82 +63,22 @@ class UvicornServer(uvicorn.Server):
             ssl_keyfile=http.tls_key,
         )
         super().__init__(settings)
-        self._http = http
-        self._listening = listening
-        self._tls_files = tls_files(http)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = connection_limit(self._http.max_connections, descriptors)
-        clock = asyncio.get_running_loop().time
-        self.connections = ConnectionTable(
-            limit, self._http.max_connections_per_address, connection_timeouts(self._http), clock
-        )
-        self.servers = [
-            HttpListener(  # type: ignore[list-item]
-                self._listening,
-                self.connections,
-                functools.partial(
-                    HttpProtocol, self.config, self.server_state, self.connections, self._http
-                ),
-                tls=self.config.ssl,
-                handshake_s=self._http.header_timeout_s,
-                refusal=functools.partial(_capacity_refusal, limit, is_tls=self.config.is_ssl),
-            )
-        ]
-        self.started = True
-        self.listening.set()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Sweep the connections. Called ten times a second."""
-        self.connections.sweep()
-        if counter % TLS_CHECK_TICKS == 0 and self.config.ssl is not None:
-            await asyncio.to_thread(self._reload_certificate, self.config.ssl)
-        return await super().on_tick(counter)
-
-    def _reload_certificate(self, context: ssl.SSLContext) -> None:
-        """Use renewed TLS files for new connections. Files that cannot be used change nothing."""
-        http, previous = self._http, self._tls_files
-        try:
-            self._tls_files = tls_files(http)
-            if self._tls_files == previous:
-                return
-            check_tls(http)
-            context.load_cert_chain(str(http.tls_certificate), http.tls_key)
-        except (ConfigError, OSError) as error:
-            event(log, "certificate_rejected", logging.ERROR, reason=f"{error}; the old one stays")
-        else:
-            event(log, "certificate_reloaded", path=http.tls_certificate)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the process handles signals
-
-
-class HttpServer:
-    """Serves `app` while its replica lives. Serve, not this server, runs the app's lifespan."""
-
-    def __init__(self, app: ASGIApp, config: HttpConfig, *, shares_port: bool = False) -> None:
-        """Create the server. shares_port: servers of other replicas listen on the same port."""
+        self.http = http
         self._shares_port = shares_port
-        self._app = app
-        self._config = config
-        self._server: UvicornServer | None = None
+        self._tls_files = tls_files(http)
+        self._listening = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return once the port answers. Raises ResourceError if it stays in use."""
-        config = self._config
-        is_shown = config.api_keys and config.metrics_key is None
-        if is_shown and config.host not in LOOPBACK:
+        http = self.http
+        if http.api_keys and http.metrics_key is None and http.host not in LOOPBACK:
             hint = "/metrics, /load and /status need no key; set http.metrics_key"
-            event(log, "metrics_unauthenticated", logging.WARNING, host=config.host, hint=hint)
-        listening = await _bind_with_retry(config.host, config.port, self._shares_port)
-        self.port: int = listening.getsockname()[1]
-        self._server = UvicornServer(self._app, config, listening)
-        self._task = asyncio.create_task(self._server.serve())
-        started = asyncio.create_task(self._server.listening.wait())
+            event(log, "metrics_unauthenticated", logging.WARNING, host=http.host, hint=hint)
+        self._socket = await _bind_with_retry(http.host, http.port, self._shares_port)
+        self.port: int = self._socket.getsockname()[1]
+        self._task = asyncio.create_task(self.serve())
+        started = asyncio.create_task(self._listening.wait())
         async with asyncio.timeout(START_TIMEOUT_S):
             await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -149,9 +93,42 @@ class HttpServer:
 
     async def close(self) -> None:
         """Stop the server. Requests at work have 2 s."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
+        if self._task is not None:
+            self.should_exit = True
             await self._task
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = connection_limit(self.http.max_connections, descriptors)
+        self.connections = ConnectionTable(limit, self.http, asyncio.get_running_loop().time)
+        self.servers = [HttpListener(self, self._socket)]  # type: ignore[list-item]
+        self.started = True
+        self._listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Sweep the connections. Called ten times a second."""
+        self.connections.sweep()
+        if counter % TLS_CHECK_TICKS == 0 and self.config.ssl is not None:
+            await asyncio.to_thread(self._reload_certificate, self.config.ssl)
+        return await super().on_tick(counter)
+
+    def _reload_certificate(self, context: ssl.SSLContext) -> None:
+        """Use renewed TLS files for new connections. Files that cannot be used change nothing."""
+        http, previous = self.http, self._tls_files
+        try:
+            self._tls_files = tls_files(http)
+            if self._tls_files == previous:
+                return
+            check_tls(http)
+            context.load_cert_chain(str(http.tls_certificate), http.tls_key)
+        except (ConfigError, OSError) as error:
+            event(log, "certificate_rejected", logging.ERROR, reason=f"{error}; the old one stays")
+        else:
+            event(log, "certificate_reloaded", path=http.tls_certificate)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the process handles signals
 
 
 def check_public(http: HttpConfig) -> None:
@@ -238,17 +215,6 @@ def free_port() -> int:
     raise ResourceError(f"127.0.0.1: none of {len(tried)} ports that were tried can be bound")
 
 
-def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:
-    """Return the answer for a connection beyond the limit; empty with TLS."""
-    if is_tls:
-        return b""
-    error = TooManyConnectionsError(
-        f"all {limit} connections are at work (http.max_connections): try again in "
-        f"{RETRY_AFTER_S} s"
-    )
-    return refusal(error, more=f"retry-after: {RETRY_AFTER_S}\r\n")
-
-
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -257,27 +223,13 @@ class HttpListener:
 
     The event loop's own server admits all clients, does not count them before the TLS handshake
     ends, and without free descriptors spins (asyncio) or silently drops clients (uvloop).
-
-    refusal: the answer for a client without room; empty with TLS.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        connections: ConnectionTable,
-        make: Callable[[str], HttpProtocol],
-        *,
-        tls: ssl.SSLContext | None,
-        handshake_s: float,
-        refusal: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, server: HttpServer, listening: socket.socket) -> None:
         self.sockets = (listening,)
-        self._listening = listening
-        self._connections = connections
-        self._make = make
-        self._tls = tls
-        self._handshake_s = handshake_s
-        self._refusal = refusal
+        self._server, self._listening = server, listening
+        self._connections = server.connections
+        self._tls = server.config.ssl
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         listening.setblocking(False)
@@ -326,10 +278,14 @@ class HttpListener:
         )
 
     def _admit(self, sock: socket.socket, address: str) -> None:
-        protocol = self._make(address)
+        server = self._server
+        protocol = HttpProtocol(
+            server.config, server.server_state, self._connections, server.http, address
+        )
         if not self._connections.admit(protocol):
             with contextlib.suppress(OSError):
-                sock.send(self._refusal())
+                if self._tls is None:
+                    sock.send(self._refusal())
                 sock.shutdown(socket.SHUT_WR)
             sock.close()
             return
@@ -338,9 +294,17 @@ class HttpListener:
         # Not in the task itself: a task that is cancelled before it starts runs no code.
         opening.add_done_callback(functools.partial(self._opened, sock, protocol))
 
+    def _refusal(self) -> bytes:
+        error = TooManyConnectionsError(
+            f"all {self._connections.limit} connections are at work (http.max_connections): try "
+            f"again in {RETRY_AFTER_S} s"
+        )
+        return refusal(error, more=f"retry-after: {RETRY_AFTER_S}\r\n")
+
     async def _open(self, sock: socket.socket, protocol: HttpProtocol) -> None:
         """Attach the socket to the protocol, which then owns it; with TLS after the handshake."""
-        more = {"ssl_handshake_timeout": self._handshake_s} if self._tls is not None else {}
+        limit_s = self._server.http.header_timeout_s
+        more = {} if self._tls is None else {"ssl_handshake_timeout": limit_s}
         await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._tls, **more)
 
     def _opened(

@@ -50,7 +50,6 @@ class RequestTrace:
         self._usage = [0, 0, 0]
 
     def add_usage(self, usage: Usage) -> None:
-        """Add the tokens of a sequence."""
         counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
         self._usage = [total + count for total, count in zip(self._usage, counts, strict=True)]
 

@@ -7,7 +7,6 @@
 A grammar is compiled before any rank receives it.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -30,11 +29,21 @@ from contracts.requests import Caller, Sampling
 from models.text.grammar import CompileRequest
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_GUIDED = {
+    "guided_choice": "choice",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "lark",
+}
 
 
 def requested_structure(body: GenerationBody) -> Structure | None:
     """Return what restricts the answer. Raises RequestError if several fields do."""
-    found = [*_guided(body)]
+    found = [
+        Structure(field, kind, value)
+        for field, kind in _GUIDED.items()
+        if (value := getattr(body, field)) is not None
+    ]
     if body.structured_outputs is not None:
         found.append(_from_outputs(body.structured_outputs))
     if body.response_format is not None and body.response_format.type != "text":
@@ -43,18 +52,6 @@ def requested_structure(body: GenerationBody) -> Structure | None:
         first, second = found[0].field, found[1].field
         raise RequestError(f"{first} and {second} are both given: one is enough", first)
     return found[0] if found else None
-
-
-def _guided(body: GenerationBody) -> Iterator[Structure]:
-    for field, kind in (
-        ("guided_choice", "choice"),
-        ("guided_json", "json"),
-        ("guided_regex", "regex"),
-        ("guided_grammar", "lark"),
-    ):
-        value = getattr(body, field)
-        if value is not None:
-            yield Structure(field, kind, value)
 
 
 def _from_outputs(outputs: StructuredOutputs) -> Structure:

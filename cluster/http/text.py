@@ -11,10 +11,10 @@ the result does not depend on how the tokens were batched.
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -201,10 +201,6 @@ class SequenceText:
         return Delta(text, tokens, reason)
 
 
-class _Done(NamedTuple):
-    value: object
-
-
 class TokenizerPool:
     """Tokenization in threads, a piece at a time, on one event loop.
 
@@ -236,12 +232,17 @@ class TokenizerPool:
         """
         if characters <= THREAD_ABOVE_CHARACTERS:
             return finish(steps, charge)
-        loop = asyncio.get_running_loop()
+        found: list[Result] = []
+
+        def collect() -> Iterator[int]:
+            found.append((yield from steps))
+
+        pieces, loop = collect(), asyncio.get_running_loop()
         while True:
-            done = await loop.run_in_executor(self._pools[priority], _advance, steps)
-            if isinstance(done, _Done):
-                return done.value  # type: ignore[return-value]
-            charge(done)
+            tokens = await loop.run_in_executor(self._pools[priority], next, pieces, 0)
+            if found:
+                return found[0]
+            charge(tokens)
 
     async def encode(
         self,
@@ -259,14 +260,6 @@ class TokenizerPool:
             texts, param=param, max_tokens=max_tokens, add_special_tokens=add_special_tokens
         )
         return await self.run(steps, characters, charge, priority)
-
-
-def _advance(steps: EncodingSteps[object]) -> int | _Done:
-    """Run one step: return its tokens, or the result: a future cannot hold a StopIteration."""
-    try:
-        return next(steps)
-    except StopIteration as end:
-        return _Done(end.value)
 
 
 async def decode_text(

@@ -22,6 +22,7 @@ from planner.scheduling.measured_rates import BACKLOG, SHORTEST_S, DrainRate, re
 from planner.scheduling.retry_reservations import RetryReservations
 
 _Owner = tuple[bytes, int]
+_Waiter = tuple[asyncio.Future[None], _Owner]
 
 JITTER = 0.1  # spreads the retries of requests that are rejected together
 RESERVABLE_FRACTION = 0.9  # of the drain rate; the rest absorbs uneven arrivals
@@ -41,8 +42,7 @@ class WaitQueue:
         self._slots = slots
         self._share = share
         self._held: Counter[_Owner] = Counter()
-        self._waiters: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._owner_of: dict[asyncio.Future[None], _Owner] = {}
+        self._waiters: FairQueue[_Waiter] = FairQueue()
 
     def acquire_nowait(self, caller: Caller) -> bool:
         """Take a slot for a first sequence, if one is free."""
@@ -57,17 +57,16 @@ class WaitQueue:
         if not len(self._waiters) and self._has_slot:
             self._allocate(owner)
             return
-        waiter = asyncio.get_running_loop().create_future()
-        self._owner_of[waiter] = owner
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = future, owner
         self._waiters.push(waiter, *owner)
         self.grant_slots()
         try:
-            await waiter
+            await future
         except asyncio.CancelledError:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-                del self._owner_of[waiter]
-            elif not waiter.cancelled():
+            elif not future.cancelled():
                 self.release(caller)
             raise
 
@@ -87,10 +86,10 @@ class WaitQueue:
             if self._has_share(waiter):
                 waiter = next(self._waiters.ahead(self._has_share), waiter)
             self._waiters.take(waiter)
-            owner = self._owner_of.pop(waiter)
-            if not waiter.done():  # else cancelled
+            future, owner = waiter
+            if not future.done():  # else cancelled
                 self._allocate(owner)
-                waiter.set_result(None)
+                future.set_result(None)
 
     @property
     def _has_slot(self) -> bool:
@@ -98,8 +97,8 @@ class WaitQueue:
         slots = self._slots()
         return self.in_use < max(1, slots - int(self._share * slots))
 
-    def _has_share(self, waiter: asyncio.Future[None]) -> bool:
-        return self._held[self._owner_of[waiter]] >= max(1, int(self._share * self._slots()))
+    def _has_share(self, waiter: _Waiter) -> bool:
+        return self._held[waiter[1]] >= max(1, int(self._share * self._slots()))
 
     def _allocate(self, owner: _Owner) -> None:
         self.in_use += 1
@@ -160,7 +159,6 @@ class AdmissionController:
         self._states[submit.priority].queue.release(submit.caller)
 
     def grant_slots(self) -> None:
-        """Give out slots after their number may have grown."""
         for state in self._states.values():
             state.queue.grant_slots()
 
@@ -226,8 +224,6 @@ class _Backlog:
 
 
 class _ClassState:
-    """Admission state of one priority class."""
-
     def __init__(self, slots: Callable[[], int], config: RoutingConfig) -> None:
         self.queue = WaitQueue(slots, config.request_share)
         self.backlog = _Backlog(slots)
@@ -242,7 +238,6 @@ class _ClassState:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a waiting sequence."""
         return self.backlog.tokens / max(1, self.backlog.sequences)
 
     def excess_tokens(self, tenant: bytes, slots: int, limit: float) -> tuple[float, bool]:

@@ -6,6 +6,8 @@ busy ranks are chosen by prefix match, ranks without a match by load, and a pref
 share does not direct them all to one rank. Requests wait in the ingress while no rank has room.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -48,22 +50,17 @@ class PrefixTable:
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
-    def clear(self) -> None:
-        self._blocks.clear()
-
 
 class AttentionRank:
     """A member of the set: a `RankListener` with the work that this ingress has sent there."""
 
     replace_reason = ""
 
-    def __init__(
-        self, client: RankClient, on_available: Callable[[], None], on_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, client: RankClient, placer: LeastWorkPlacer) -> None:
         self.client = client
         self.is_member = True
         self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
-        self._on_available, self._on_lost = on_available, on_lost
+        self._placer = placer
         self._waiting: Counter[Priority] = Counter()
         self._load_tokens: Counter[Priority] = Counter()
         self._connection = 0
@@ -107,25 +104,23 @@ class AttentionRank:
         """Return the work that a request of the class waits for, less its prefix; ties go to it."""
         if self._connection != self.client.connections:  # a new process has an empty cache
             self._connection = self.client.connections
-            self.prefixes.clear()
+            self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
         load_tokens = sum(n for other, n in self._load_tokens.items() if other <= priority)
         prefix_tokens = self.prefixes.match(hashes) * block_tokens
         return load_tokens - prefix_tokens, -prefix_tokens
 
     def on_state(self, state: RankState) -> None:
         if state.healthy:
-            self._on_available()
+            self._placer.on_available()
 
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None: ...
 
     def on_lost(self, error: ChannelError) -> None:
-        self._on_lost()
+        self._placer.on_lost()
 
 
 @dataclass(slots=True)
 class _Assignment:
-    """A request that was sent."""
-
     rank: AttentionRank
     tokens: int
     awaits_first_event: bool = True
@@ -138,8 +133,7 @@ Connect = Callable[[str, str], RankClient]
 class LeastWorkPlacer:
     """The `Placer` of attention ranks.
 
-    find: see `RankSet`. connect: creates the client of a rank that joins; None: the set of ranks is
-    fixed.
+    find: see `RankSet`. connect: creates the client of a rank that joins; None: none can.
     """
 
     def __init__(
@@ -153,12 +147,11 @@ class LeastWorkPlacer:
         self._connect = connect
         self.ranks: RankSet[AttentionRank] = RankSet(
             "attention rank",
-            [self._member(client) for client in clients],
+            [AttentionRank(client, self) for client in clients],
             config.no_rank_timeout_s,
             self._fail_all,
             find,
-            follows=connect is not None,
-            connect=self._connect_new,
+            self._connect_new,
         )
         self._assignments: dict[Ticket, _Assignment] = {}
         self._queued: dict[Priority, dict[Ticket, None]] = {priority: {} for priority in Priority}
@@ -239,18 +232,15 @@ class LeastWorkPlacer:
 
     # ---- ranks
 
-    def _member(self, client: RankClient) -> AttentionRank:
-        return AttentionRank(client, self._on_available, self._on_lost)
-
     def _connect_new(self, name: str, address: str) -> AttentionRank | None:
         if self._connect is None or not name.startswith(_PREFIX):
             return None
-        return self._member(self._connect(name, address))
+        return AttentionRank(self._connect(name, address), self)
 
-    def _on_available(self) -> None:
+    def on_available(self) -> None:
         self._dispatch()
         self.ranks.on_available()
 
-    def _on_lost(self) -> None:
+    def on_lost(self) -> None:
         self._update_timeout()
-        self.ranks.search()
+        self.ranks.ensure_polling()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.routing.admission_controller import AdmissionController
-from cluster.routing.rank_client import RankClient, smallest_pool_tokens
+from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import Placer
 from cluster.routing.ticket import Ticket, failure_of
 from contracts.clock import monotonic_s
@@ -69,7 +69,7 @@ log = logging.getLogger("tandem.admission")
 
 
 class PipelineBackend:
-    """Backend of one pipeline. Owns its ranks' clients; belongs to one event loop."""
+    """`Backend` of one pipeline. Owns its ranks' clients; belongs to one event loop."""
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -101,11 +101,12 @@ class PipelineBackend:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether any rank accepts requests."""
         return any(member.problem is None for member in self._ranks)
 
     def pool_tokens(self, *, prefill: bool) -> int | None:
-        return smallest_pool_tokens(self.clients, self._config.block_tokens)
+        states = (client.state for client in self.clients)
+        blocks = [state.total_blocks for state in states if state and state.total_blocks]
+        return min(blocks) * self._config.block_tokens if blocks else None
 
     def problems(self) -> list[str]:
         return self._ranks.problems()
@@ -116,11 +117,6 @@ class PipelineBackend:
     # ---- requests
 
     async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
-        """Return the answer of a prefill-only request. Raises TandemError; cancelling cancels it.
-
-        Without a free slot it raises OverloadError, or waits if `wait_for_slot`: for later
-        sequences of a client's request whose first one was admitted.
-        """
         ticket = await self._admit(submit, wait_for_slot)
         try:
             answer = (await ticket.next_batch())[-1]
@@ -133,10 +129,6 @@ class PipelineBackend:
     async def generate(
         self, submit: Submit, *, wait_for_slot: bool = False
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
-        """Yield batches of events as they arrive; the last one ends with a `Finished`.
-
-        Raises TandemError. Closing the generator cancels the request. wait_for_slot: see `score`.
-        """
         ticket = await self._admit(submit, wait_for_slot)
         try:
             while True:
@@ -156,10 +148,14 @@ class PipelineBackend:
     async def _admit(self, submit: Submit, wait_for_slot: bool) -> Ticket:
         if wait_for_slot:
             await self._controller.acquire(submit)
-            await self._throttle_start(submit)
+            try:  # bound how many requests are hashed and encoded in one turn of the loop
+                await self._throttle.acquire()
+            except BaseException:
+                self._controller.release(submit, wait_for_slot=True)
+                raise
         else:
             self._controller.acquire_nowait(submit)
-        ticket = Ticket(submit, wait_for_slot=wait_for_slot, on_lost=self._retry, clock=monotonic_s)
+        ticket = Ticket(submit, wait_for_slot=wait_for_slot, on_lost=self._retry)
         self._open.add(ticket)
         self._waiting[ticket.kind] += 1
         try:
@@ -168,14 +164,6 @@ class PipelineBackend:
             self._close_ticket(ticket)
             raise
         return ticket
-
-    async def _throttle_start(self, submit: Submit) -> None:
-        """Bound how many requests are hashed and encoded in one turn of the loop."""
-        try:
-            await self._throttle.acquire()
-        except BaseException:
-            self._controller.release(submit, wait_for_slot=True)
-            raise
 
     def _retry(self, ticket: Ticket, cause: Failed) -> None:
         """Handle the loss or failure of the request's rank: another rank runs or resumes it."""
@@ -245,11 +233,12 @@ class Backend(Protocol):
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
         """Yield batches of events, a `Finished` last. Closing it cancels. Raises TandemError.
 
-        wait_for_slot: wait for a slot instead of raising OverloadError.
+        wait_for_slot: wait for a slot instead of raising OverloadError: for later sequences of a
+        client's request whose first one was admitted.
         """
 
     async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
-        """Return the answer of a prefill-only request. Raises TandemError."""
+        """Return a prefill-only request's answer. Cancelling cancels it. Raises TandemError."""
 
     def pool_tokens(self, *, prefill: bool) -> int | None:
         """Return the capacity of the smallest KV pool that may receive the request; None: unknown.
@@ -286,7 +275,6 @@ class Pipelines:
             await backend.close()
 
     async def wait_ready(self) -> None:
-        """Return once every rank accepts requests."""
         await asyncio.gather(*(backend.wait_ready() for backend in self._deployed))
 
     async def wait_serving(self, all_ready_timeout_s: float) -> None:

@@ -5,12 +5,13 @@ put ─> Backlog ─ take ─> Ticket.send ─> prefill worker
           └──── Router <── PrefillWorker <──┘ then the answers, to their tickets
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import FindRanks, RankSet, RoutingConfig
@@ -31,10 +32,6 @@ log = logging.getLogger("tandem.prefill_router")
 ROUTER_BITS = 63
 
 
-class OnLost(Protocol):
-    def __call__(self, worker: int, *, permanently: bool) -> None: ...
-
-
 class PrefillWorker:
     """A member of the set: a `RankListener` that applies the worker's log to the router.
 
@@ -42,27 +39,17 @@ class PrefillWorker:
     unhealthy; then the next connection must bring another snapshot.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        client: RankClient,
-        router: Router,
-        on_change: Callable[[], None],
-        on_lost: OnLost,
-        on_leaving: Callable[[int], None],
-    ) -> None:
+    def __init__(self, worker: int, client: RankClient, placer: PrefillPlacer) -> None:
         self.client = client
         self.is_available = False
         self.is_member = bool(client.address)
         self.replace_reason = ""
-        self._worker = worker
-        self._router = router
-        self._on_change = on_change
-        self._on_lost, self._on_leaving = on_lost, on_leaving
+        self._worker, self._placer = worker, placer
+        self._router = placer.router
         self._is_unhealthy = self._is_leaving = False
-        router.lose(worker, permanently=False)  # until its first snapshot
+        self._router.lose(worker, permanently=False)  # until its first snapshot
         if not self.is_member:
-            router.retire(worker)
+            self._router.retire(worker)
         client.subscribe(self)
 
     @property
@@ -88,7 +75,7 @@ class PrefillWorker:
             self.is_member = False
             self._router.retire(self._worker)
             event(log, "worker_draining", name=self.client.name)
-            self._on_leaving(self._worker)
+            self._placer.on_leaving(self._worker)
         elif self.client.address and self.client.state is None:
             self.client.disconnect()
         return False  # workers are numbered: another one may take the number
@@ -108,7 +95,7 @@ class PrefillWorker:
             event(log, "worker_abandoned", logging.ERROR, reason=self.replace_reason)
             self._mark_lost(permanently=not isinstance(error, MissingReportsError))
             raise PeerDeadError(self.replace_reason, name) from None
-        self._on_change()
+        self._placer.on_change()
 
     def _apply(self, entry: WorkerReport | WorkerSnapshot) -> None:
         if entry.worker != self._worker:
@@ -124,7 +111,7 @@ class PrefillWorker:
         if state.leaving and not self._is_leaving:  # another worker may take its number
             self._is_leaving = True
             self._router.retire(self._worker)
-            self._on_leaving(self._worker)
+            self._placer.on_leaving(self._worker)
         if state.healthy and self._is_unhealthy:  # its reports were ignored meanwhile
             self._is_unhealthy = False
             self.client.reset_connection("is healthy again: reconnecting")
@@ -141,13 +128,13 @@ class PrefillWorker:
 
     def _mark_lost(self, *, permanently: bool) -> None:
         self.is_available = False
-        self._on_lost(self._worker, permanently=permanently)
+        self._placer.on_lost(self._worker, permanently=permanently)
 
 
 class PrefillPlacer:
     """The `Placer` of prefill workers, which are in the order of their ranks.
 
-    clients: one per possible worker; without an address it is not started yet. find, follows: see
+    clients: one per possible worker; without an address it is not started yet. find: see
     `RankSet`. locality: see `Backlog`.
     """
 
@@ -159,7 +146,6 @@ class PrefillPlacer:
         work: RequestWork,
         find: FindRanks | None = None,
         *,
-        follows: bool = False,
         locality: Locality | None = None,
     ) -> None:
         self.config = config
@@ -170,27 +156,21 @@ class PrefillPlacer:
             number=self.number,
             block_tokens=config.block_tokens,
         )
-        self._router = Router(settings, work)
-        self._backlog = Backlog(self._router, work, locality=locality)
+        self.router = Router(settings, work)
+        self._backlog = Backlog(self.router, work, locality=locality)
         self._clients = clients
         self._workers = {client: worker for worker, client in enumerate(clients)}
         self.ranks: RankSet[PrefillWorker] = RankSet(
             "prefill worker",
-            [self._member(*each) for each in enumerate(clients)],
+            [PrefillWorker(*each, self) for each in enumerate(clients)],
             config.no_rank_timeout_s,
             self._fail_all,
             find,
-            follows=follows,
         )
         self._numbers = itertools.count()
         self._keys: dict[Ticket, RequestKey] = {}
         self._queued: dict[RequestKey, Ticket] = {}  # not sent yet
         self._dispatching = False
-
-    def _member(self, worker: int, client: RankClient) -> PrefillWorker:
-        return PrefillWorker(
-            worker, client, self._router, self._on_change, self._on_lost, self._on_leaving
-        )
 
     def put(self, ticket: Ticket) -> None:
         """Queue the request under a new key: the log of a worker that lost it uses the old one."""
@@ -205,7 +185,7 @@ class PrefillPlacer:
             submit.caller,
             avoid,
         )
-        self._on_change()
+        self.on_change()
         if is_full and not avoid:  # of many simultaneous requests: do not wait for the last one
             self._dispatch()
             for client in self.ranks.clients:
@@ -221,10 +201,10 @@ class PrefillPlacer:
         if self._queued.pop(key, None) is not None:
             self._backlog.remove(key)
         else:
-            self._router.withdraw(key)
-        self._on_change()
+            self.router.withdraw(key)
+        self.on_change()
 
-    def _on_change(self) -> None:
+    def on_change(self) -> None:
         """Dispatch once for all events of one turn of the event loop."""
         if not self._dispatching:
             self._dispatching = True
@@ -247,17 +227,17 @@ class PrefillPlacer:
             except TooCostlyError as error:  # concerns this request only
                 ticket.fail(error)
 
-    def _on_leaving(self, worker: int) -> None:
+    def on_leaving(self, worker: int) -> None:
         """Give the requests that are held for the worker to others."""
         self._backlog.lose(worker)
-        self._on_change()
+        self.on_change()
 
-    def _on_lost(self, worker: int, *, permanently: bool) -> None:
+    def on_lost(self, worker: int, *, permanently: bool) -> None:
         """Forget the worker. Its requests are retried through `Ticket.on_rank_lost`."""
-        self._router.lose(worker, permanently=permanently)
+        self.router.lose(worker, permanently=permanently)
         self._backlog.lose(worker)
-        self.ranks.search()
-        self._on_change()
+        self.ranks.ensure_polling()
+        self.on_change()
 
     def _fail_all(self, error: NotReadyError) -> None:
         for ticket in self._keys:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -173,7 +173,6 @@ class RankSocket:
                 return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
 
     def flush(self) -> None:
-        """Send the buffer."""
         unsent, self._unsent = self._unsent, bytearray()
         if unsent:
             self._writer.write(unsent)
@@ -420,7 +419,6 @@ class RankClient:
             sink.on_rank_lost(error)
 
     def _fail_all(self, last_error: ChannelError) -> None:
-        """Fail every waiting request."""
         self.last_error = last_error
         self.state = None
         sinks, self._sinks = self._sinks, {}
@@ -433,10 +431,3 @@ class RankClient:
     def _notify_changed(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def smallest_pool_tokens(clients: Iterable[RankClient], block_tokens: int) -> int | None:
-    """Return the capacity of the smallest KV pool of the ranks; None: no rank has reported one."""
-    states = (client.state for client in clients)
-    blocks = [state.total_blocks for state in states if state is not None and state.total_blocks]
-    return min(blocks) * block_tokens if blocks else None

@@ -55,18 +55,14 @@ class RankMember(Protocol):
     """
 
     client: RankClient
-
-    @property
-    def is_member(self) -> bool: ...
+    is_member: bool
+    replace_reason: str
 
     @property
     def is_available(self) -> bool: ...
 
     @property
     def problem(self) -> str | None: ...
-
-    @property
-    def replace_reason(self) -> str: ...
 
     def join(self, address: str) -> None:
         """Use the rank at `address`, which may be a new process."""
@@ -81,11 +77,10 @@ MemberT = TypeVar("MemberT", bound=RankMember)
 class RankSet(Generic[MemberT]):
     """Ranks of one kind, on one event loop.
 
-    While a rank is missing, the set polls `find`. With `follows` it polls always, adds ranks
-    through `connect` and drains those that `find` no longer reports.
-
     kind: name of the ranks in error messages.
     on_no_rank: called with an error when requests have waited no_rank_timeout_s without a rank.
+    find: polled for ranks to add through `connect`; those that it no longer reports are drained.
+    None: the set is fixed.
     connect: creates a member for a new name; None for ranks of other kinds.
     """
 
@@ -96,8 +91,6 @@ class RankSet(Generic[MemberT]):
         no_rank_timeout_s: float,
         on_no_rank: Callable[[NotReadyError], None],
         find: FindRanks | None,
-        *,
-        follows: bool = False,
         connect: Callable[[str, str], MemberT | None] = lambda name, address: None,
     ) -> None:
         self.kind = kind
@@ -106,7 +99,6 @@ class RankSet(Generic[MemberT]):
         self._no_rank_timeout_s = no_rank_timeout_s
         self._on_no_rank = on_no_rank
         self._find = find
-        self._follows = follows
         self._connect = connect
         self._search: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -123,16 +115,13 @@ class RankSet(Generic[MemberT]):
         return [member for member in self if member.is_available]
 
     def problems(self) -> list[str]:
-        """Return one line per rank that accepts no requests; empty: ready."""
         return [problem for member in self if (problem := member.problem) is not None]
 
     async def wait_ready(self) -> None:
-        """Return once every rank accepts requests."""
         for member in self:
             await _wait_ready(member)
 
     async def close(self) -> None:
-        """Stop the discovery and close all clients."""
         self._find = None
         self._cancel_timeout()
         if self._search is not None:
@@ -166,21 +155,12 @@ class RankSet(Generic[MemberT]):
     # ---- discovery
 
     def ensure_polling(self) -> None:
-        """Start the discovery if it always runs. Requires a running event loop."""
-        if self._follows:
-            self.search()
-
-    def search(self) -> None:
-        """Start the discovery unless it runs."""
+        """Start the discovery unless it runs. Requires a running event loop."""
         if self._find is not None and (self._search is None or self._search.done()):
             self._search = asyncio.create_task(self._poll(self._find), name="find-ranks")
 
-    @property
-    def _is_rank_missing(self) -> bool:
-        return not all(member.is_available for member in self)
-
     async def _poll(self, find: FindRanks) -> None:
-        while self._follows or self._is_rank_missing:
+        while True:
             suspects = {m.client.address: m.replace_reason for m in self._all if m.replace_reason}
             try:
                 async with asyncio.timeout(FIND_TIMEOUT_S):
@@ -189,7 +169,8 @@ class RankSet(Generic[MemberT]):
                 event(log, "rank_discovery_failed", logging.WARNING, error=error)
             else:
                 self._update(addresses)
-            await asyncio.sleep(SEARCH_PERIOD_S if self._is_rank_missing else POLL_PERIOD_S)
+            is_complete = all(member.is_available for member in self)
+            await asyncio.sleep(POLL_PERIOD_S if is_complete else SEARCH_PERIOD_S)
 
     def _update(self, addresses: Mapping[str, str]) -> None:
         """Apply a report of the running ranks. An empty one is taken for incomplete."""
@@ -197,14 +178,13 @@ class RankSet(Generic[MemberT]):
         for member in list(self._all):
             if address := remaining.pop(member.client.name, ""):
                 member.join(address)
-            elif self._follows and addresses and member.leave():
+            elif addresses and member.leave():
                 self._all.remove(member)
                 member.client.disconnect()
         for name, address in remaining.items():
-            member_or_none = self._connect(name, address) if self._follows else None
-            if member_or_none is not None:
-                self._all.append(member_or_none)
-                member_or_none.client.start()
+            if (added := self._connect(name, address)) is not None:
+                self._all.append(added)
+                added.client.start()
                 event(log, "worker_joined", name=name)
 
 

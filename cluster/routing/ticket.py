@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import msgspec
 
 from cluster.routing.rank_client import RankClient
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandedOverError, OverloadError, RankError, TandemError
 from contracts.messages import Failed, Finished, Scored, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
@@ -75,9 +75,9 @@ class Ticket:
         *,
         wait_for_slot: bool,
         on_lost: Callable[[Ticket, Failed], None],
-        clock: Clock = monotonic_s,
     ) -> None:
-        self.kind = _kind_of(submit)
+        pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
+        self.kind = pipeline.value, submit.priority.label
         self.submit = submit
         self.wait_for_slot = wait_for_slot
         self.awaits_first_event = True
@@ -87,8 +87,7 @@ class Ticket:
         self.attempts = 0
         self.failure: Failed | None = None
         self._on_lost = on_lost
-        self._clock = clock
-        self._created_s = clock()
+        self._created_s = monotonic_s()
         self.timing: SequenceTiming | None = None
         if (timings := TIMINGS.get()) is not None and len(timings) < MAX_TIMINGS:
             self.timing = SequenceTiming(self._created_s)
@@ -102,13 +101,7 @@ class Ticket:
         self._events: list[SequenceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def has_tokens(self) -> bool:
-        """Return whether tokens have arrived."""
-        return bool(self._tokens or self.submit.generated)
-
     def hashes(self, block_tokens: int) -> tuple[bytes, ...]:
-        """Return the hashes of the full blocks of its prompt."""
         if self._hashes is None:
             self._hashes = tuple(self.submit.block_hashes(block_tokens))
         return self._hashes
@@ -117,7 +110,7 @@ class Ticket:
 
     def send(self, client: RankClient, key: RequestKey | None = None) -> None:
         """Send it to a rank. Raises what `RankClient.post` raises."""
-        waited_s = self._clock() - self._created_s
+        waited_s = monotonic_s() - self._created_s
         self._request_id = client.post(self.submit, self, key, waited_s)
         self.client, self._connection = client, client.connections
         if self.timing is not None:
@@ -127,7 +120,7 @@ class Ticket:
     def cancel(self) -> None:
         """End it; its rank stops."""
         if self.timing is not None and self.timing.end_s is None:
-            self.timing.end_s = self._clock()
+            self.timing.end_s = monotonic_s()
         if not self.ended and self.client is not None:
             self.client.cancel(self._request_id)
         self.ended = True
@@ -180,7 +173,7 @@ class Ticket:
 
     def put(self, event: SequenceEvent) -> None:
         if isinstance(event, Tokens):
-            if not self.has_tokens:
+            if not (self._tokens or self.submit.generated):
                 self._cached_tokens = event.cached_tokens or 0
                 self._record_first(event)
             self._tokens.extend(event.token_ids)
@@ -201,7 +194,7 @@ class Ticket:
 
     def _record_first(self, event: Tokens | Scored) -> None:
         if self.timing is not None:
-            self.timing.queued_s, self.timing.first_s = event.queued_s, self._clock()
+            self.timing.queued_s, self.timing.first_s = event.queued_s, monotonic_s()
             if isinstance(event, Scored):  # without decode
                 self.timing.end_s = self.timing.first_s
 
@@ -229,11 +222,6 @@ class Ticket:
             await self._waiter
         batch, self._events = self._events, []
         return batch
-
-
-def _kind_of(submit: Submit) -> tuple[str, str]:
-    pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
-    return pipeline.value, submit.priority.label
 
 
 def _failed(error: TandemError) -> Failed:

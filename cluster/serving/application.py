@@ -45,7 +45,6 @@ def groups_handle(name: str) -> DeploymentHandle:
 
 
 def ingress_handle(name: str) -> DeploymentHandle:
-    """Return the handle of the Ingress deployment, whether or not it exists."""
     return serve.get_deployment_handle("Ingress", name)
 
 

@@ -24,7 +24,6 @@ from cluster.batch.store import LockedError, Store
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.fleet.replies import Directory, checked
-from cluster.http.batch_types import BATCH_METHODS
 from cluster.http.row_client import RowClient
 from cluster.serving.ingress_app import build_row_app
 from cluster.serving.log_folder import state_folder
@@ -58,7 +57,6 @@ class BatchActor:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the method's result, or its TandemError: Ray would add a traceback."""
-        assert method in BATCH_METHODS
         try:
             return await getattr(await self._batches(), method)(*arguments)
         except TandemError as error:
@@ -127,7 +125,7 @@ def start_batch_actor(config: TandemConfig, on_head: dict[str, float]) -> Any:
 
 
 class BatchClient:
-    """Client of the actor. Implements `BatchService`.
+    """Client of the actor, a `BatchCall`.
 
     find: returns the actor's handle, anew after it was lost.
     """
@@ -136,20 +134,14 @@ class BatchClient:
         self._find = find
         self._actor: Any | None = None
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method not in BATCH_METHODS:
-            raise AttributeError(method)
-
-        async def call(*arguments: Any) -> Any:
-            try:
-                if self._actor is None:
-                    self._actor = await self._find()
-                result = await self._actor.call.remote(method, *arguments)
-            except (RayError, RayServeException):
-                self._actor = None
-                raise NotReadyError(
-                    "the batch service is being restarted: try again in some seconds"
-                ) from None
-            return checked(result)
-
-        return call
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = await self._find()
+            result = await self._actor.call.remote(method, *arguments)
+        except (RayError, RayServeException):
+            self._actor = None
+            raise NotReadyError(
+                "the batch service is being restarted: try again in some seconds"
+            ) from None
+        return checked(result)

@@ -18,10 +18,10 @@ from cluster.fleet.placements import read_local_shares
 from cluster.fleet.replies import Directory
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
-from cluster.http.batch_types import BatchService
+from cluster.http.batch_types import BatchCall
 from cluster.http.request_context import LauncherApi
 from cluster.http.schemas import ModelInfo
-from cluster.http.spans import build_tracer
+from cluster.http.spans import RequestTracer, build_tracer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
@@ -81,9 +81,9 @@ def rank_clients(
 def pipelines(
     config: TandemConfig, directory: Directory, find: FindRanks | None = None
 ) -> Pipelines:
-    """Return the deployed pipelines, not yet connected. Raises CheckpointError.
+    """Return the deployed pipelines, not yet connected. find: see `RankSet`.
 
-    find: returns current addresses, called while a rank is missing.
+    Raises CheckpointError.
     """
     settings = RoutingConfig(
         block_tokens=config.kv.block_tokens,
@@ -101,10 +101,7 @@ def pipelines(
         def connect(name: str, address: str) -> RankClient:
             return rank_clients({name: address}, directory.token, config.channel)[0]
 
-        connector = None if find is None else connect
-        generating = PipelineBackend(
-            LeastWorkPlacer(clients, settings, find=find, connect=connector)
-        )
+        generating = PipelineBackend(LeastWorkPlacer(clients, settings, find, connect))
     if directory.prefill_addresses:
         folder = resolve_model_folder(config.model.path)
         spec = check_checkpoint(folder)
@@ -117,7 +114,6 @@ def pipelines(
             saturation_of(config.prefill, context_tokens),
             work_of(shape_of(spec, element_bytes(spec, config.model.dtype))),
             find,
-            follows=find is not None,
             locality=_locality(config, folder, spec),
         )
         prefilling = PipelineBackend(backlog)
@@ -129,6 +125,24 @@ def _locality(config: TandemConfig, folder: Path, spec: ModelSpec) -> Locality |
     if predicted is None:
         return None
     return lambda ids, start: [weight * share for share in predicted.of_tokens(ids, start)]
+
+
+async def _connect(
+    config: TandemConfig, directory: Directory, find: FindRanks
+) -> tuple[ModelInfo, Tokenizer, RequestTracer | None, Pipelines]:
+    """Return the parts of an application. Raises NotReadyError if no rank serves in time."""
+    model, tokenizer = await asyncio.to_thread(served_model, config)
+    tracer = await asyncio.to_thread(build_tracer, config, model.name)
+    backend = pipelines(config, directory, find)
+    backend.start()
+    try:
+        async with asyncio.timeout(CONNECT_DEADLINE_S):
+            await backend.wait_serving(RANK_WAIT_S)
+    except TimeoutError:
+        await backend.close()
+        raise NotReadyError("; ".join(backend.problems()) or "no rank serves") from None
+    freeze_heap()
+    return model, tokenizer, tracer, backend
 
 
 async def build_row_app(
@@ -146,16 +160,7 @@ async def build_row_app(
         found = await directory(suspects)
         return found.client_addresses | found.prefill_addresses
 
-    model, tokenizer = await asyncio.to_thread(served_model, config)
-    backend = pipelines(config, await directory({}), find)
-    backend.start()
-    try:
-        async with asyncio.timeout(CONNECT_DEADLINE_S):
-            await backend.wait_serving(RANK_WAIT_S)
-    except TimeoutError:
-        await backend.close()
-        raise NotReadyError("; ".join(backend.problems()) or "no rank serves") from None
-    freeze_heap()
+    model, tokenizer, tracer, backend = await _connect(config, await directory({}), find)
     http = msgspec.structs.replace(config.http, access_log=False, request_timeout_s=DAY_S)
     log = msgspec.structs.replace(config.log, prompts=False)
     app = build_app(
@@ -164,7 +169,7 @@ async def build_row_app(
         model,
         msgspec.structs.replace(config, http=http, log=log),
         telemetry=telemetry,
-        tracer=build_tracer(config, model.name),
+        tracer=tracer,
     )
     app.app_state.grammars.start()
     return app
@@ -175,17 +180,11 @@ async def build_ingress_app(
     directory: Directory,
     launcher: LauncherApi,
     find: FindRanks,
-    batches: BatchService | None = None,
+    batches: BatchCall | None = None,
     telemetry: Telemetry | None = None,
 ) -> App:
     """Return the application, connected to the available ranks. It disconnects on shutdown."""
-    model, tokenizer = await asyncio.to_thread(served_model, config)
-    tracer = await asyncio.to_thread(build_tracer, config, model.name)
-    backend = pipelines(config, directory, find)
-    backend.start()
-    async with asyncio.timeout(CONNECT_DEADLINE_S):
-        await backend.wait_serving(RANK_WAIT_S)
-    freeze_heap()
+    model, tokenizer, tracer, backend = await _connect(config, directory, find)
     app = build_app(
         backend,
         tokenizer,

@@ -31,7 +31,6 @@ class Launcher:
         self._groups = groups
 
     async def metrics(self) -> str:
-        """Return the ranks' metrics as Prometheus text, empty without a reply."""
         try:
             return merge_expositions(await self._groups.metrics.remote())
         except RayError as error:
@@ -54,7 +53,6 @@ class Launcher:
         return found
 
     async def offset(self) -> ClockOffset:
-        """Return by how much this process's clock is ahead of the launcher's."""
         rounds, boot = [], ""
         with _answers("trace_failed"):
             for _ in range(ROUNDS):

@@ -63,17 +63,14 @@ def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator
 
 def keep_ray_logs(session: Path, folder: Path) -> None:
     """Copy the ends of Ray's log files, which vanish with the cluster."""
+    to = folder / "ray"
     for path in sorted((session / "logs").glob("*.*")):
         with contextlib.suppress(OSError):
-            if path.is_file() and path.stat().st_size:
-                _copy_end(path, folder / "ray" / path.name)
-
-
-def _copy_end(path: Path, to: Path) -> None:
-    to.parent.mkdir(exist_ok=True, mode=0o700)
-    with path.open("rb") as source, to.open("wb") as target:
-        source.seek(max(0, path.stat().st_size - MAX_RAY_FILE_BYTES))
-        target.write(source.read(MAX_RAY_FILE_BYTES))
+            if path.is_file() and (size := path.stat().st_size):
+                to.mkdir(exist_ok=True, mode=0o700)
+                with path.open("rb") as source:
+                    source.seek(max(0, size - MAX_RAY_FILE_BYTES))
+                    (to / path.name).write_bytes(source.read(MAX_RAY_FILE_BYTES))
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:

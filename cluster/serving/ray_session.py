@@ -1,4 +1,9 @@
-"""Connection to Ray: an existing cluster, or a local one."""
+"""Connection to Ray: an existing cluster, or a local one, and the watch of its GCS.
+
+Without the GCS (Global Control Service) nothing starts or ends. Ray ends a process that has lost it
+for 60 s, with a C++ message and exit status 1. Calls that wait for it cannot be interrupted, so the
+watch ends the process before.
+"""
 
 import contextlib
 import logging
@@ -6,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -16,9 +22,8 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from cluster.serving.gcs_watch import gcs_watched
 from cluster.serving.log_folder import keep_ray_logs
-from cluster.serving.ray_environment import cluster_address
+from cluster.serving.settings import cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.import_path import workers_path, working_directory
@@ -30,6 +35,10 @@ PROBE_TIMEOUT_S = 3.0
 START_ATTEMPTS = 3
 KILL_DEADLINE_S = 10.0
 EXEC_DEADLINE_S = 1.0
+RAY_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAY_TIMEOUT_S = 60.0  # its default
+RAY_TIMEOUT_SHARE = 0.75
+GCS_PERIOD_S = 1.0
 _HTTP2_SETTINGS = b"\x04"  # type of the first frame of both sides
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
 LOCAL_ENVIRONMENT = {
@@ -52,7 +61,7 @@ def ray_session(
     """Connect to Ray. A local cluster ends with the context.
 
     show_rank_logs: show the ranks' standard error (loading progress, warnings).
-    lost_status: exit status of this process if the cluster is lost (gcs_watch.py).
+    lost_status: exit status of this process if the cluster is lost (`gcs_watched`).
     Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
     LaunchError if a local one does not start.
     """
@@ -232,3 +241,57 @@ def _command_line(process: psutil.Process) -> list[str]:
     while not (words := process.cmdline()) and time.monotonic() < deadline:
         time.sleep(0.001)
     return words
+
+
+def gcs_timeout_s(environment: Mapping[str, str]) -> float:
+    """Return for how long the GCS may be away: less than Ray's own limit."""
+    try:
+        return RAY_TIMEOUT_SHARE * float(environment.get(RAY_TIMEOUT, RAY_TIMEOUT_S))
+    except ValueError:
+        return RAY_TIMEOUT_SHARE * RAY_TIMEOUT_S
+
+
+@contextlib.contextmanager
+def gcs_watched(
+    environment: Mapping[str, str], folder: str, lost_status: int, *, ends_cluster: bool = False
+) -> Iterator[None]:
+    """Within the context, end this process with `lost_status` if the GCS is lost.
+
+    It prints one line and removes `folder`. ends_cluster: also kill the processes of the cluster,
+    which are this one's children.
+    """
+    address, timeout_s = ray.get_runtime_context().gcs_address, gcs_timeout_s(environment)
+    left = threading.Event()
+
+    def run() -> None:
+        reason = wait_lost(address, timeout_s, left)
+        if left.is_set():
+            return
+        sys.stderr.write(f"tandem: the Ray cluster is lost: {reason}\n")
+        sys.stderr.flush()
+        children = psutil.Process().children(recursive=True) if ends_cluster else []
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=PROBE_TIMEOUT_S)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(lost_status)
+
+    threading.Thread(target=run, name="gcs-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def wait_lost(address: str, timeout_s: float, left: threading.Event) -> str:
+    """Wait until `left` is set or the GCS has refused connections for `timeout_s`; return why."""
+    host, _, port = address.rpartition(":")
+    answered_s, reason = time.monotonic(), ""
+    while not left.wait(GCS_PERIOD_S) and time.monotonic() - answered_s <= timeout_s:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+            answered_s = time.monotonic()
+        except OSError as error:
+            reason = f"its GCS at {address} is away for {timeout_s:g} s: {error}"
+    return reason

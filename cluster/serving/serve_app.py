@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -34,7 +34,6 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.replies import Directory, ScrapeTarget, checked, failure_reply
 from cluster.fleet.tracing import TraceLock
 from cluster.http.app import App
-from cluster.http.batch_types import BatchService
 from cluster.http.server import HttpServer
 from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
@@ -165,7 +164,6 @@ class Groups:
         self._launcher_waits = False
 
     async def config(self) -> TandemConfig:
-        """Return the configuration of the application."""
         return self._config
 
     async def directory(self, suspects: dict[str, str] | None = None) -> Directory | TandemError:
@@ -240,7 +238,6 @@ class Groups:
         return await asyncio.to_thread(fleet.status, STATUS_TIMEOUT_S)
 
     async def metrics(self) -> list[str]:
-        """Return the Prometheus text of each rank."""
         fleet = await self._fleet()
         return await asyncio.to_thread(fleet.metrics, STATUS_TIMEOUT_S)
 
@@ -261,7 +258,6 @@ class Groups:
             self._tracing.end()
 
     async def clock(self) -> tuple[float, str]:
-        """Return this process's clock and identity."""
         return monotonic_s(), boot_identity()
 
     async def drain_and_close(self) -> None:
@@ -344,7 +340,8 @@ class Ingress:
             return await self._build()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            event(log, "ingress_failed", logging.INFO, reason=reason, trace=_trace_of(error))
+            raised = None if isinstance(error, TandemError) else traceback.format_exception(error)
+            event(log, "ingress_failed", reason=reason, trace="".join(raised or ()))
             if not await self._groups.ingress_failed.remote(failure_reply(error)):
                 raise
         await asyncio.Event().wait()
@@ -363,7 +360,7 @@ class Ingress:
             directory,
             Launcher(self._groups),
             self._addresses,
-            cast("BatchService", BatchClient(self._groups.batches.remote)),
+            BatchClient(self._groups.batches.remote),
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
@@ -402,13 +399,6 @@ def _has_failed(application: str) -> bool:
     return found is not None and any(
         "failed to start" in one.message for one in found.deployments.values()
     )
-
-
-def _trace_of(error: Exception) -> str:
-    """Return the traceback, empty for one-line errors."""
-    if isinstance(error, TandemError):
-        return ""
-    return "".join(traceback.format_exception(error))
 
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:

@@ -18,9 +18,8 @@ from cluster.fleet.replies import Directory, checked
 from cluster.http.server import bind, check_public, check_tls
 from cluster.serving import application
 from cluster.serving.log_folder import log_folder
-from cluster.serving.ray_environment import cluster_address
 from cluster.serving.ray_session import ray_session
-from cluster.serving.settings import with_absolute_paths, with_variables
+from cluster.serving.settings import cluster_address, with_absolute_paths, with_variables
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.keys_file import read_keys

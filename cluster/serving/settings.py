@@ -1,10 +1,10 @@
 """Settings of a server beside its file and options: environment, current folder.
 
-Imports no Ray, so that every command can use it.
+Imports no Ray, which reads a part of its environment on import.
 """
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,16 @@ from contracts.config import (
     TRACES_PATH,
     InputPath,
     OutputFolder,
-    ServeConfig,
     TandemConfig,
 )
 from contracts.errors import ConfigError
 
 KEY_VARIABLE = "TANDEM_API_KEY"
+_RAY_VARIABLES = {
+    # Otherwise a call after the end of a cluster would start another one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_DEDUP_LOGS": "0",  # similar lines of two ranks are not duplicates
+}
 
 
 def with_variables(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
@@ -30,15 +34,21 @@ def with_variables(config: TandemConfig, environment: Mapping[str, str]) -> Tand
     Raises ConfigError.
     """
     if config.trace.otlp_endpoint == FROM_ENVIRONMENT:
-        config = _with_endpoint(config, trace_endpoint(environment))
+        endpoint = trace_endpoint(environment)
+        config = _with(config, "trace", "OTEL_EXPORTER_OTLP_ENDPOINT", otlp_endpoint=endpoint)
     key = environment.get(KEY_VARIABLE)
     if key is None or config.http.has_keys:
         return config
+    return _with(config, "http", KEY_VARIABLE, api_keys=[key])
+
+
+def _with(config: TandemConfig, section: str, source: str, **fields: object) -> TandemConfig:
+    """Replace fields of a section. Raises ConfigError that names their source."""
     try:
-        http = msgspec.structs.replace(config.http, api_keys=[key])
+        changed = msgspec.structs.replace(getattr(config, section), **fields)
     except ValueError as error:
-        raise ConfigError(f"{KEY_VARIABLE}: {error}") from None
-    return msgspec.structs.replace(config, http=http)
+        raise ConfigError(f"{source}: {error}") from None
+    return msgspec.structs.replace(config, **{section: changed})
 
 
 def trace_endpoint(environment: Mapping[str, str]) -> str | None:
@@ -53,14 +63,6 @@ def trace_endpoint(environment: Mapping[str, str]) -> str | None:
     )
 
 
-def _with_endpoint(config: TandemConfig, endpoint: str | None) -> TandemConfig:
-    try:
-        trace = msgspec.structs.replace(config.trace, otlp_endpoint=endpoint)
-    except ValueError as error:
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_ENDPOINT: {error}") from None
-    return msgspec.structs.replace(config, trace=trace)
-
-
 def with_environment(
     config: TandemConfig, environment: Mapping[str, str], name: str
 ) -> TandemConfig:
@@ -68,11 +70,7 @@ def with_environment(
 
     The environment is that of its node and of its runtime_env. Raises ConfigError.
     """
-    try:
-        named = msgspec.structs.replace(config, serve=ServeConfig(name=name))
-    except ValueError as error:
-        raise ConfigError(f"applications: {error}") from None
-    return with_variables(named, environment)
+    return with_variables(_with(config, "serve", "applications", name=name), environment)
 
 
 def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:
@@ -96,3 +94,25 @@ def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
             is_name = is_name or "://" in value
             tree[key] = value if is_name else str(path)
     return tree
+
+
+def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str | None:
+    """Return the address of the existing cluster to join, or None to start a local one."""
+    address = config.groups.address or environment.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
+
+
+def prepare_ray_environment(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:
+    """Set Ray's environment for every command. Existing values are kept."""
+    for name, value in _RAY_VARIABLES.items():
+        environment.setdefault(name, value)
+    if not has_terminal:
+        environment.setdefault("RAY_COLOR_PREFIX", "0")
+
+
+def prepare_cluster_environment(
+    config: TandemConfig, environment: MutableMapping[str, str]
+) -> None:
+    """Enable tokens on a local cluster: Ray listens on all interfaces and executes code."""
+    if cluster_address(config, environment) is None:
+        environment.setdefault("RAY_AUTH_MODE", "token")

@@ -69,11 +69,7 @@ def drain(ingress: Any, limit_s: float, skip_drain: threading.Event, replicas: i
             return
 
 
-async def wait_idle(
-    status: Callable[[], Awaitable[Sequence[RankStatus]]],
-    limit_s: float,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> int:
+async def wait_idle(status: Callable[[], Awaitable[Sequence[RankStatus]]], limit_s: float) -> int:
     """Wait until no rank has a sequence in two consecutive polls.
 
     Returns the number left at the limit. An ingress may submit between two polls.
@@ -84,4 +80,4 @@ async def wait_idle(
         if (was_idle and not left) or time.monotonic() >= end_s:
             return left
         was_idle = not left
-        await sleep(POLL_PERIOD_S)
+        await asyncio.sleep(POLL_PERIOD_S)

@@ -91,7 +91,7 @@ class ScheduleSimulator:
             resource: 1e3 * sum(s.end_s - s.start_s for s in self.spans if s.resource == resource)
             for resource in RESOURCES
         }
-        return Replay(self.spans, makespan_ms, busy_ms, 1e3 * exposed_communication(self.spans)[0])
+        return Replay(self.spans, makespan_ms, busy_ms, 1e3 * exposed_communication(self.spans))
 
 
 def replay(schedule: Schedule) -> Replay:

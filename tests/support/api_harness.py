@@ -249,7 +249,7 @@ def serve_api(
             ),
             launcher=FakeLauncher(fetch_status, trace, scale),
             tracer=tracer,
-            batches=batches,
+            batches=None if batches is None else lambda name, *of: getattr(batches, name)(*of),
         )
         apps.append(app)
         if batches is not None:

@@ -126,7 +126,7 @@ class PrefillPipeline(PipelineBackend):
 
     def __init__(self, backlog: PrefillPlacer) -> None:
         super().__init__(backlog)
-        self.load = backlog._router.load
+        self.load = backlog.router.load
         self.number = backlog.number
 
 
@@ -136,19 +136,16 @@ async def routing(
     *,
     tau: int = UNLIMITED,
     find: FindRanks | None = None,
-    coming: Sequence[FakePrefill] | None = None,
+    coming: Sequence[FakePrefill] = (),
     locality: Locality | None = None,
     **limits: Any,
 ) -> AsyncIterator[PrefillPipeline]:
-    """Route to `workers`. coming: workers that `find` may add later; None: the set is fixed."""
+    """Route to `workers`. coming: workers that `find` may add later."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
-    clients += [RankClient(w.name, "", ME, QUICK) for w in coming or ()]
+    clients += [RankClient(w.name, "", ME, QUICK) for w in coming]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RoutingConfig(block_tokens=BLOCK, **limits)
-    follows = coming is not None
-    backlog = PrefillPlacer(
-        clients, config, saturation, token_work, find, follows=follows, locality=locality
-    )
+    backlog = PrefillPlacer(clients, config, saturation, token_work, find, locality=locality)
     router = PrefillPipeline(backlog)
     router.start()
     try:

@@ -9,8 +9,7 @@ from functools import partial
 
 from cluster.cli.arguments import Commands, add_command
 from cluster.cli.config_options import add_config_options, config_from_options
-from cluster.serving.ray_environment import prepare_cluster_environment
-from cluster.serving.settings import KEY_VARIABLE
+from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
 from contracts.config import GroupsConfig, ServeConfig, TandemConfig
 from contracts.errors import ConfigError
 
@@ -88,8 +87,8 @@ def add_stop(commands: Commands) -> None:
 
 def run_stop(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.serving import application
-    from cluster.serving.ray_environment import cluster_address
     from cluster.serving.ray_session import ray_session
+    from cluster.serving.settings import cluster_address
 
     config = TandemConfig(groups=GroupsConfig(address=options.address))
     if cluster_address(config, environment) is None:

@@ -13,8 +13,7 @@ from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import add_config_options, config_from_options, group_sizes
 from cluster.observe.server_client import check_url
 from cluster.observe.terminal import Terminal
-from cluster.serving.ray_environment import prepare_cluster_environment
-from cluster.serving.settings import KEY_VARIABLE
+from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
 from cluster.tools.bulk.job import EXAMPLE, add_options, parse_fields, parse_job
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError

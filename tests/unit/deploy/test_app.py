@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import RayServeException
 
-from cluster.serving.deployment_checks import check_options
 from cluster.serving.settings import KEY_VARIABLE, with_environment
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
-from deploy.app import build
+from deploy.app import build, check_options
 from deploy.args import WITHOUT_EFFECT
 
 

@@ -16,6 +16,7 @@ from cluster.http.connections import (
     connection_limit,
 )
 from cluster.http.server import bind
+from contracts.config import HttpConfig
 from contracts.errors import ResourceError
 from tests.support.api_harness import TIMEOUT_S
 from tests.support.front_harness import LOOPS, Front, get, is_ended, post, read_answer, serve_front
@@ -39,7 +40,7 @@ class FakeConnection:
 
 
 def test_connections_per_address_are_limited() -> None:
-    table = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), time.monotonic)
+    table = ConnectionTable(LIMIT, HttpConfig(max_connections_per_address=2), time.monotonic)
     held = [FakeConnection("a"), FakeConnection("a")]
     assert all(table.admit(line) for line in held)
     assert not table.admit(FakeConnection("a"))

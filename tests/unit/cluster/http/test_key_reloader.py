@@ -31,7 +31,7 @@ def request_with_key(key: str) -> Request:
 
 def is_let_in(authenticator: Authenticator, key: str) -> bool:
     try:
-        return authenticator.check(request_with_key(key)) == key
+        return authenticator.check(request_with_key(key)).api_key.key == key
     except UnauthorizedError:
         return False
 
@@ -41,7 +41,7 @@ class Followed:
 
     def __init__(self, path: Path, metrics_key: str | None = None) -> None:
         http = HttpConfig(keys_file=str(path), metrics_key=metrics_key)
-        self.authenticator = Authenticator([], needs_keys=True)
+        self.authenticator = Authenticator(http)
         self.telemetry = Telemetry()
         self.reloader = ApiKeyReloader(http, self.authenticator, self.telemetry)
         asyncio.run(self.reloader.load())
@@ -76,7 +76,7 @@ def test_swapped_secret_takes_effect_at_second_poll(tmp_path: Path) -> None:
     assert is_let_in(followed.authenticator, "old"), "the file may be written during a poll"
     followed.poll(1)
     assert [is_let_in(followed.authenticator, key) for key in ("old", "stays", "new")] == [0, 1, 1]
-    assert followed.authenticator.priority("new").label == "be"
+    assert followed.authenticator.clients["new"].api_key.priority == "be"
     assert followed.count("loaded") == 1
     followed.poll(3)
     assert followed.count("loaded") == 1, "unchanged content is not loaded again"
@@ -110,11 +110,11 @@ def test_unchanged_key_keeps_quota_state(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("api_keys: [{key: a, concurrency: 1}, {key: b, concurrency: 1}]")
     followed = Followed(path)
-    before = {key: followed.authenticator.quota(key) for key in "ab"}
+    before = {key: followed.authenticator.clients[key].quota for key in "ab"}
     path.write_text("api_keys: [{key: a, concurrency: 1}, {key: b, concurrency: 2}]")
     followed.poll()
-    assert followed.authenticator.quota("a") is before["a"]
-    assert followed.authenticator.quota("b") is not before["b"]
+    assert followed.authenticator.clients["a"].quota is before["a"]
+    assert followed.authenticator.clients["b"].quota is not before["b"]
 
 
 def test_metrics_key_of_file_takes_precedence(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_metrics_key_of_file_takes_precedence(tmp_path: Path) -> None:
 
 
 def test_requests_are_rejected_before_file_is_read() -> None:
-    authenticator = Authenticator([], needs_keys=True)
+    authenticator = Authenticator(HttpConfig(keys_file="keys.yaml"))
     with pytest.raises(UnauthorizedError):
         authenticator.check(request_with_key(""))
 

@@ -19,7 +19,6 @@ from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
-from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, KvConfig, ScheduleConfig, TandemConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
@@ -192,25 +191,28 @@ def test_blocks_and_batches_are_shared_per_salt() -> None:
     assert cached == [*first, *[most, short] * (2 * len(SALTS))]
 
 
+def caller_of(authenticator: Authenticator, key: str) -> Caller:
+    return authenticator.caller(authenticator.clients[key])
+
+
 def test_key_digest_hides_key_and_is_equal_in_all_replicas() -> None:
-    known = [ApiKey(key) for key in KEYS]
-    one, other = Authenticator(known), Authenticator(known[::-1])
+    one, other = (Authenticator(HttpConfig(api_keys=[*keys])) for keys in (KEYS, KEYS[::-1]))
     for key in KEYS:
-        caller = one.caller(key)
-        same = other.caller(key)
+        caller = caller_of(one, key)
+        same = caller_of(other, key)
         assert (caller.tenant, caller.salt) == (same.tenant, same.salt)
         wire = repr(submit(caller.salt, sampling=Sampling())).encode() + caller.tenant
         assert key.encode() not in wire
-    assert one.caller(KEYS[0]).salt != one.caller(KEYS[1]).salt
-    assert one.caller(KEYS[0]).tenant != one.caller(KEYS[1]).tenant
-    assert one.caller(KEYS[0]).request != one.caller(KEYS[0]).request
+    assert caller_of(one, KEYS[0]).salt != caller_of(one, KEYS[1]).salt
+    assert caller_of(one, KEYS[0]).tenant != caller_of(one, KEYS[1]).tenant
+    assert caller_of(one, KEYS[0]).request != caller_of(one, KEYS[0]).request
 
 
 def test_cache_salt_is_mixed_into_key_salt() -> None:
-    authenticator = Authenticator([ApiKey(key) for key in KEYS])
+    authenticator = Authenticator(HttpConfig(api_keys=[*KEYS]))
     salts = [
         with_cache_salt(caller, cache_salt).salt
-        for caller in (authenticator.caller(KEYS[0]), authenticator.caller(KEYS[1]), Caller())
+        for caller in (*(caller_of(authenticator, key) for key in KEYS), Caller())
         for cache_salt in (None, "a", "b")
     ]
     assert len(set(salts)) == len(salts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
-from cluster.routing.least_work_placer import AttentionRank, LeastWorkPlacer, PrefixTable
+from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable
 from cluster.routing.pipeline_backend import LoopThrottle, PipelineBackend, Pipelines
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
@@ -177,7 +177,8 @@ async def test_local_running_rank_has_fourfold_heartbeat_timeout(is_known: bool)
 
 @given(ls=st.integers(0, 99), be=st.integers(0, 99), blocks=st.integers(0, 4))
 def test_cost_of_a_rank_is_its_work_less_the_prefix(ls: int, be: int, blocks: int) -> None:
-    rank = AttentionRank(RankClient("attention-0", "", ME, QUICK), lambda: None, lambda: None)
+    client = RankClient("attention-0", "", ME, QUICK)
+    (rank,) = LeastWorkPlacer([client], RoutingConfig()).ranks
     rank.add_load(Priority.LS, ls, 1)
     rank.add_load(Priority.BE, be, 1)
     hashes = chain_hashes(range(8), 2)

@@ -134,7 +134,7 @@ async def test_worker_with_inconsistent_log_is_excluded_until_replaced() -> None
         await asyncio.gather(*scores(router, 6))
         assert len(liar.taken) == taken
         better = FakePrefill(0, epoch=2)
-        place["prefill-0"] = await better.listen()
+        place |= {"prefill-0": await better.listen(), "prefill-1": await alive.listen()}
         await until(lambda: not router.problems())
         await asyncio.gather(*scores(router, 20))
         assert better.taken
@@ -358,7 +358,7 @@ async def test_draining_worker_completes_and_is_replaced() -> None:
 async def test_worker_ending_before_next_poll_loses_no_request() -> None:
     workers = [FakePrefill(0), FakePrefill(1)]
     there = {worker.name: await worker.listen() for worker in workers}
-    async with routing(workers, coming=[], tau=2 * BLOCK, find=lister(there)) as router:
+    async with routing(workers, tau=2 * BLOCK, find=lister(there)) as router:
         workers[1].hold = True
         tasks = scores(router, 6)
         await until(lambda: workers[1].held)

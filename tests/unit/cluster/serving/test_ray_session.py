@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
-from cluster.serving.ray_environment import cluster_address, prepare_cluster_environment
 from cluster.serving.ray_session import START_ATTEMPTS, _session_folder, check_cores, ray_session
+from cluster.serving.settings import cluster_address, prepare_cluster_environment
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
 from contracts.loading import load_config

@@ -1,1 +1,0 @@
-"""Entry point of the bulk job."""
