@@ -49,11 +49,10 @@ class DecodeCoalescer(Observer):
     """Decode coalescing of an attention rank."""
 
     def __init__(
-        self, scheduler: Scheduler, clock: Clock, *, tbt_s: float, max_sequences: int
+        self, config: PriorityConfig, scheduler: Scheduler, clock: Clock, max_sequences: int
     ) -> None:
-        """tbt_s: time in which each next LS token is due. max_sequences: of a batch."""
         self._scheduler, self._clock = scheduler, clock
-        self._tbt_s, self._max_sequences = tbt_s, max_sequences
+        self._tbt_s, self._max_sequences = config.ls_tbt_s, max_sequences
         self._formed_s: dict[int, float] = {}
         self._pass_s = math.inf  # recent longest pass of LS decodes; inf: none has run
         self._wake_s = math.inf  # when a waiting decode must be scheduled

@@ -124,7 +124,6 @@ class TokenPenalties:
             self._counts_N[place] += count
 
     def apply(self, logits_V: torch.Tensor, sampling: Sampling) -> None:
-        """Apply the penalties in place."""
         seen = len(self._place_of)
         ids_N, counts_N = self._ids_N[:seen], self._counts_N[:seen]
         values_N, by = logits_V[ids_N], sampling.repetition_penalty

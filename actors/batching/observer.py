@@ -124,7 +124,6 @@ class BatchTraces(Observer):
             self.write()
 
     def write(self) -> None:
-        """Write the collected lines."""
         lines, self._lines = self._lines, []
         log_lines(log, lines)
 

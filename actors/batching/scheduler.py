@@ -87,7 +87,6 @@ class Scheduler:
         return iter(self._running)
 
     def count(self, priority: Priority) -> int:
-        """Return the number of sequences of one class."""
         return self.sequence_counts.total(priority)
 
     def num_waiting(self, priority: Priority) -> int:

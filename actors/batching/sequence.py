@@ -7,6 +7,7 @@ import math
 import secrets
 from collections import Counter, abc, defaultdict
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from actors.batching.grammar_matcher import GrammarMatcher
@@ -68,7 +69,6 @@ class SequenceCounts:
         return requests[owner.request] if requests else 0
 
     def total(self, priority: Priority) -> int:
-        """Return the number of sequences of a class."""
         return self._totals[priority]
 
     def shared(self, priority: Priority, batch: int, classes: abc.Sequence[Priority]) -> bool:
@@ -99,15 +99,13 @@ class SequenceCounts:
         return fair_limits(self._counts[priority], max(1, places - taken))
 
 
+@dataclass(slots=True, eq=False)
 class _Remaining:
     """Budget of one request, or of all requests of a tenant."""
 
-    __slots__ = ("places", "tenant", "tokens")
-
-    def __init__(self, tokens: int, places: int, tenant: _Remaining | None = None) -> None:
-        self.tokens = tokens
-        self.places = places
-        self.tenant = tenant
+    tokens: int
+    places: int
+    tenant: _Remaining | None = None
 
 
 class BatchBudget:

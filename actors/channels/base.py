@@ -20,6 +20,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -116,45 +117,35 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+@dataclass(slots=True, eq=False)
 class Packet:
     """A received payload.
 
-    `arrived_s`: when it was received. `sent_s`: from its header, converted to the receiver's clock.
-    Call `release()` once, from any thread, in any order.
+    tensors: views of channel memory, valid until `release()`. arrived_s: when it was received.
+    sent_s: from its header, converted to the receiver's clock. Call `release()` once, from any
+    thread, in any order.
     """
 
-    __slots__ = ("_release", "_tensors", "arrived_s", "header", "peer", "sent_s")
+    peer: str
+    header: Header
+    tensors: Sequence[torch.Tensor]
+    arrived_s: float
+    free: Callable[[], None] | None
+    sent_s: float = field(init=False)
 
-    def __init__(
-        self,
-        peer: str,
-        header: Header,
-        tensors: Sequence[torch.Tensor],
-        arrived_s: float,
-        release: Callable[[], None] | None,
-    ) -> None:
-        self.peer = peer
-        self.header = header
-        self._tensors = tensors
-        self.arrived_s = arrived_s
-        self.sent_s = header.sent_s
-        self._release = release
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Views of channel memory, valid until `release()`."""
-        return self._tensors
+    def __post_init__(self) -> None:
+        self.sent_s = self.header.sent_s
 
     @property
     def rows(self) -> int:
         """Rows of the first tensor."""
-        return self._tensors[0].shape[0]
+        return self.tensors[0].shape[0]
 
     def release(self) -> None:
-        release, self._release = self._release, None
-        self._tensors = ()
-        if release is not None:
-            release()
+        free, self.free = self.free, None
+        self.tensors = ()
+        if free is not None:
+            free()
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
@@ -163,15 +154,12 @@ class PeerJoined(msgspec.Struct, frozen=True):
     peer: str
 
 
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """A peer died or hung, reported once per link. epoch: the peer's."""
 
-    __slots__ = ("epoch", "error", "peer")
-
-    def __init__(self, peer: str, error: PeerError, epoch: int = 0) -> None:
-        self.peer = peer
-        self.error = error
-        self.epoch = epoch
+    peer: str
+    error: PeerError
+    epoch: int = 0
 
 
 ChannelEvent = Packet | PeerJoined | PeerLost

@@ -19,8 +19,8 @@ import torch
 
 from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
-from actors.channels.link import Link, PayloadLayout, Views
-from actors.channels.segments import FLAG_BYTES, SegmentAllocator, releaser
+from actors.channels.link import Link, PayloadLayout
+from actors.channels.segments import FLAG_BYTES, SegmentAllocator, SegmentMemory, releaser
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
@@ -163,15 +163,6 @@ class DeviceBuffer(NamedTuple):
     free: Callable[[], None]
 
 
-class _Block:
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.num_bytes = memory.numel()
-        self.views, self.flags = Views(memory), bytearray(FLAG_BYTES)
-
-    def close(self) -> None:
-        """Do nothing: the last tensor frees the memory."""
-
-
 class DeviceBuffers:
     """Persistent device memory of one link.
 
@@ -202,10 +193,11 @@ class DeviceBuffers:
         """Free a buffer once the work queued so far has completed. Thread-safe."""
         self.releases.add(buffer.free)
 
-    def _new_memory(self, number: int, num_bytes: int) -> _Block:
+    def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         try:
             with torch.cuda.stream(self._stream):
-                return _Block(empty_bytes(num_bytes, self._device))
+                memory = empty_bytes(num_bytes, self._device)
+            return SegmentMemory(memory, bytearray(FLAG_BYTES))
         except RuntimeError as error:
             raise ChannelError(f"no device memory for {num_bytes} bytes: {error}") from None
 

@@ -90,7 +90,7 @@ class Endpoint(abc.ABC):
             placement=placement,
         )
         self._watch = LoopWatchdog(name, config.step_timeout_s, clock)
-        self._heartbeat: HeartbeatThread[Link] | None = None
+        self._heartbeat: HeartbeatThread | None = None
         self._closed = False
         self._moved = [0, 0]  # sent and received bytes of closed links
         self._maintained_s = clock()

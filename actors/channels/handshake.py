@@ -82,7 +82,6 @@ class _Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 _Message = _Challenge | _Hello | _Welcome | _Refused
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(_Message).decode
 
 _Steps = Generator[bytes | int, bytes, Remote]

@@ -13,7 +13,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from actors.channels import local_process
 from actors.channels.base import connection_closed
@@ -22,6 +22,9 @@ from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import PeerError, PeerHungError
+
+if TYPE_CHECKING:  # links have monitors
+    from actors.channels.link import Link
 
 _MIN_WAIT_S = 0.01
 _HEARTBEAT = b"\x01"
@@ -75,24 +78,7 @@ class HeartbeatMonitor:
                 self.local_process.close()
 
 
-class MonitoredLink(Protocol):
-    """The part of a link that the heartbeat thread uses."""
-
-    peer: str
-    monitor: HeartbeatMonitor
-
-    @property
-    def blocked_since_s(self) -> float | None:
-        """Time of a blocked send's last progress; None: no send is blocked."""
-
-    def flush(self) -> None:
-        """Retry unsent data. Never raises, never waits."""
-
-
-L = TypeVar("L", bound=MonitoredLink)
-
-
-class HeartbeatThread(Generic[L]):
+class HeartbeatThread:
     """Thread that checks links; it calls `lost` once per lost link and then forgets it."""
 
     def __init__(
@@ -100,14 +86,14 @@ class HeartbeatThread(Generic[L]):
         name: str,
         config: ChannelConfig,
         clock: Clock,
-        lost: Callable[[L, PeerError], None],
+        lost: Callable[[Link, PeerError], None],
         watch: LoopWatchdog,
     ) -> None:
         self._watch = watch
         self._config = config
         self._clock = clock
         self._lost = lost
-        self._links: list[L] = []
+        self._links: list[Link] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -116,12 +102,12 @@ class HeartbeatThread(Generic[L]):
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, link: L) -> None:
+    def add(self, link: Link) -> None:
         with self._lock:
             self._links.append(link)
         self._wake.set()
 
-    def remove(self, link: L) -> None:
+    def remove(self, link: Link) -> None:
         with self._lock:
             if link in self._links:
                 self._links.remove(link)
@@ -164,13 +150,13 @@ class HeartbeatThread(Generic[L]):
             wait_s = min(wait_s, self._until_next_limit_s(link, now_s))
         return max(wait_s, _MIN_WAIT_S)
 
-    def _until_next_limit_s(self, link: L, now_s: float) -> float:
+    def _until_next_limit_s(self, link: Link, now_s: float) -> float:
         timeout_s, silent_s = self._config.heartbeat_timeout_s, now_s - link.monitor.last_seen_s
         limits_s = (STOPPED_FACTOR * timeout_s, timeout_s)
         left_s = (limit_s - silent_s for limit_s in limits_s if limit_s > silent_s)
         return min(left_s, default=math.inf)
 
-    def _check_link(self, link: L, now_s: float) -> PeerError | None:
+    def _check_link(self, link: Link, now_s: float) -> PeerError | None:
         peer, timeout_s = link.peer, self._config.heartbeat_timeout_s
         silent_s = now_s - link.monitor.last_seen_s
         if silent_s >= timeout_s and link.monitor.gone:

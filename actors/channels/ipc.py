@@ -42,7 +42,6 @@ from actors.channels.link import (
     LinkSockets,
     PayloadLayout,
     Reservation,
-    Views,
     encode,
     lay_out,
 )
@@ -89,30 +88,21 @@ def device_bytes(pointer: int, num_bytes: int, free: Callable[[int], None]) -> t
     return memory
 
 
-class DeviceMemory:
+class DeviceMemory(SegmentMemory):
     """Device memory; `free(pointer)` runs when the last tensor in it is gone."""
 
     def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
         """Wrap memory under its `torch.cuda.device`. Raises ChannelError."""
-        self.num_bytes = num_bytes
-        self.flags = mmap.mmap(fd, FLAG_BYTES)
-        self.views = Views(device_bytes(pointer, num_bytes, free))
-
-    def close(self) -> None:
-        """Do nothing: the finalizer frees the memory."""
+        super().__init__(device_bytes(pointer, num_bytes, free), mmap.mmap(fd, FLAG_BYTES))
 
 
-class PeerDeviceMemory:
-    """Memory of another GPU of this node, which torch may not know."""
+class PeerDeviceMemory(SegmentMemory):
+    """Memory of another GPU of this node, which torch may not know: only copies read it."""
 
     def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
+        super().__init__(torch.empty(0, dtype=torch.uint8), mmap.mmap(fd, FLAG_BYTES))
         self.pointer, self.num_bytes = pointer, num_bytes
-        self.views = Views(torch.empty(0, dtype=torch.uint8))  # none: only copies read it
-        self.flags = mmap.mmap(fd, FLAG_BYTES)
         weakref.finalize(self, free, pointer).atexit = False
-
-    def close(self) -> None:
-        """Do nothing: the finalizer closes the handle once no copy uses it."""
 
 
 class _Copy(NamedTuple):

@@ -11,6 +11,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -142,27 +143,18 @@ def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
     return PayloadLayout(tuple(offsets), end)
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Channel memory to fill in place and commit once; `tensors` is empty afterwards.
 
     memory: what the backend keeps about it.
     """
 
-    __slots__ = ("layout", "memory", "parts", "peer", "tensors")
-
-    def __init__(
-        self,
-        peer: str,
-        parts: tuple[TensorSpec, ...],
-        layout: PayloadLayout,
-        tensors: Sequence[torch.Tensor],
-        memory: Any = None,
-    ) -> None:
-        self.peer = peer
-        self.parts = parts
-        self.layout = layout
-        self.tensors = tensors
-        self.memory = memory
+    peer: str
+    parts: tuple[TensorSpec, ...]
+    layout: PayloadLayout
+    tensors: Sequence[torch.Tensor]
+    memory: Any = None
 
 
 class PayloadFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +164,6 @@ class PayloadFrame(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[TensorSpec, ...]
 
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 decode_payload = msgspec.msgpack.Decoder(PayloadFrame).decode
 encode = msgspec.msgpack.Encoder().encode
 

@@ -48,7 +48,6 @@ class _ClockReading(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode_extra = msgspec.msgpack.Decoder(_Extra).decode
 _decode_reading = msgspec.msgpack.Decoder(_ClockReading).decode
 

@@ -85,11 +85,6 @@ class PendingHandshakes:
             self._free(waiting.address)
             return True
 
-    @property
-    def count(self) -> int:
-        """Number of pending connections."""
-        return len(self._waiting)
-
     def log_limited(self, name: str, reason: str) -> None:
         """Log an event that strangers cause, at most every ten seconds."""
         now_s = monotonic_s()

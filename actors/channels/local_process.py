@@ -35,7 +35,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     network: str  # network namespace
 
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(ProcessIdentity).decode
 
 

@@ -34,6 +34,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -92,25 +93,19 @@ class _Posted(msgspec.Struct, frozen=True, array_like=True, tag=1):
     priority: Priority
 
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode_offer = msgspec.msgpack.Decoder(_Offer).decode
 _decode = msgspec.msgpack.Decoder(_Announced | _Posted).decode
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """A payload in a lane. buffer: None if it has no bytes. done: set at its launch."""
 
-    __slots__ = ("buffer", "done", "header", "parts", "tensors")
-
-    def __init__(
-        self,
-        header: Header,
-        parts: tuple[TensorSpec, ...],
-        tensors: Sequence[torch.Tensor],
-        buffer: DeviceBuffer | None,
-    ) -> None:
-        self.header, self.parts, self.tensors, self.buffer = header, parts, tensors, buffer
-        self.done: torch.cuda.Event | None = None
+    header: Header
+    parts: tuple[TensorSpec, ...]
+    tensors: Sequence[torch.Tensor]
+    buffer: DeviceBuffer | None
+    done: torch.cuda.Event | None = None
 
     @property
     def is_done(self) -> bool:

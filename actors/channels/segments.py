@@ -21,7 +21,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import torch
@@ -43,44 +43,35 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int
 
 
-class SegmentMemory(Protocol):
-    """Memory of one segment on either side. `flags` is host memory of FLAG_BYTES."""
+class SegmentMemory:
+    """Memory of one segment on either side, freed with the last tensor in it.
 
-    num_bytes: int
-    views: Views
-
-    @property
-    def flags(self) -> mmap.mmap | bytearray: ...
-
-    def close(self) -> None:
-        """Release the memory. Tensors still held keep their bytes."""
-
-
-class HostMemory:
-    """Pages of a memfd: the flag page, then `num_bytes` of payload.
-
-    A memfd has no name, so nothing remains however both processes end. It is sealed against
-    shrinking: a mapped page that vanishes would kill the other process (SIGBUS).
+    flags: host memory of FLAG_BYTES.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        """Map `fd`, which the caller keeps. Populating at once avoids later page faults."""
-        self.num_bytes = num_bytes
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.flags = mmap.mmap(fd, FLAG_BYTES + num_bytes, flags=flags)
-        payload = torch.frombuffer(
-            self.flags, dtype=torch.uint8, count=num_bytes, offset=FLAG_BYTES
-        )
-        self.views = Views(payload)
+    def __init__(self, memory: torch.Tensor, flags: mmap.mmap | bytearray) -> None:
+        self.num_bytes, self.views, self.flags = memory.numel(), Views(memory), flags
 
-    def close(self) -> None:
-        """Do nothing: the last tensor or release unmaps the pages."""
+
+def map_memfd(fd: int, num_bytes: int) -> SegmentMemory:
+    """Map a memfd, which the caller keeps: the flag page, then `num_bytes` of payload.
+
+    Populating it at once avoids later page faults.
+    """
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    pages = mmap.mmap(fd, FLAG_BYTES + num_bytes, flags=flags)
+    payload = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=FLAG_BYTES)
+    return SegmentMemory(payload, pages)
 
 
 def create_memfd(
     num_bytes: int, *, advice: str = "lower channel.segment_bytes or the batch size"
 ) -> int:
-    """Create a sealed, allocated memfd of FLAG_BYTES + num_bytes. Raises ChannelError."""
+    """Create a sealed, allocated memfd of FLAG_BYTES + num_bytes. Raises ChannelError.
+
+    It has no name, so nothing remains however both processes end. It is sealed against shrinking: a
+    mapped page that vanishes would kill the other process (SIGBUS).
+    """
     total = FLAG_BYTES + num_bytes
     try:  # both need a descriptor
         available = available_bytes()
@@ -184,12 +175,10 @@ class SegmentAllocator:
                 segment.idle_since_s = now_s
             elif now_s - segment.idle_since_s >= IDLE_S:
                 dropped.append(segment.number)
-                self._segments.pop(segment.number).memory.close()
+                del self._segments[segment.number]
         return dropped
 
     def close(self) -> None:
-        for segment in self._segments.values():
-            segment.memory.close()
         self._segments.clear()
 
     def _add(self, at_least_bytes: int) -> _Segment:
@@ -202,24 +191,16 @@ class SegmentAllocator:
         return segment
 
 
-class PeerSegments:
-    """The segments in which the other side of a link sends."""
+class PeerSegments(dict[int, SegmentMemory]):
+    """The segments in which the other side of a link sends, by number."""
 
     def __init__(self, peer: str) -> None:
+        super().__init__()
         self._peer = peer
-        self._memories: dict[int, SegmentMemory] = {}
-
-    def add(self, number: int, memory: SegmentMemory) -> None:
-        self._memories[number] = memory
-
-    def drop(self, number: int) -> None:
-        memory = self._memories.pop(number, None)
-        if memory is not None:
-            memory.close()
 
     def memory(self, place: PayloadLocation, num_bytes: int) -> SegmentMemory:
         """Return the memory of a location. Raises PeerError for an invalid one."""
-        memory = self._memories.get(place.segment)
+        memory = self.get(place.segment)
         if (
             memory is None
             or not 0 <= place.slot < FLAG_BYTES
@@ -227,10 +208,6 @@ class PeerSegments:
         ):
             raise PeerError(f"{self._peer} sent a packet outside its segments: {place}", self._peer)
         return memory
-
-    def close(self) -> None:
-        for number in list(self._memories):
-            self.drop(number)
 
 
 def releaser(memory: SegmentMemory, slot: int) -> partial[None]:

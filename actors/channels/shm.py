@@ -24,13 +24,13 @@ from actors.channels.link import (
 )
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
-    HostMemory,
     PayloadLocation,
     PeerSegments,
     SegmentAllocator,
     SegmentMemory,
     check_memfd,
     create_memfd,
+    map_memfd,
     releaser,
 )
 from contracts.clock import Clock
@@ -87,7 +87,7 @@ class SharedMemoryLink(FrameLink):
         self._device = device
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
-        self._area_memory: HostMemory | None = None  # of a call area without its event
+        self._area_memory: SegmentMemory | None = None  # of a call area without its event
 
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
@@ -107,7 +107,7 @@ class SharedMemoryLink(FrameLink):
     def open_call_area(self, num_bytes: int) -> CallArea:
         fd, event = create_memfd(num_bytes), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            area = CallArea(self.peer, HostMemory(fd, num_bytes).views.memory, event)
+            area = CallArea(self.peer, map_memfd(fd, num_bytes).views.memory, event)
             self._frames.send(encode(AnnounceArea(num_bytes)), fd)
             self._frames.send(encode(AnnounceArea()), event)
         except BaseException:
@@ -125,17 +125,17 @@ class SharedMemoryLink(FrameLink):
     def close(self) -> None:
         super().close()
         self._segments.close()
-        self._peer_segments.close()
+        self._peer_segments.clear()
 
     def _handle(self, message: _Message) -> Packet | None:
         if isinstance(message, Payload):
             return self._take(message)
         if isinstance(message, Announce):
-            self._peer_segments.add(message.segment, self._map(message))
+            self._peer_segments[message.segment] = self._map(message)
         elif isinstance(message, AnnounceArea):
             self._map_area(message)
         else:
-            self._peer_segments.drop(message.segment)
+            self._peer_segments.pop(message.segment, None)
         return None
 
     def _packet(self, message: Payload) -> Packet:
@@ -170,7 +170,7 @@ class SharedMemoryLink(FrameLink):
         """Create and announce a segment for sending."""
         fd = create_memfd(num_bytes)
         try:
-            memory = HostMemory(fd, num_bytes)
+            memory = map_memfd(fd, num_bytes)
             self._frames.send(encode(Announce(number, num_bytes)), fd)
         finally:
             os.close(fd)
@@ -180,12 +180,12 @@ class SharedMemoryLink(FrameLink):
         """Map a segment that the peer announced. Raises PeerError."""
         return self._map_memfd(message.num_bytes)
 
-    def _map_memfd(self, num_bytes: int) -> HostMemory:
+    def _map_memfd(self, num_bytes: int) -> SegmentMemory:
         fd = self._frames.take_fd()
         try:
             if not check_memfd(fd, num_bytes):
                 raise PeerError(f"{self.peer} sent an invalid segment", self.peer)
-            return HostMemory(fd, num_bytes)
+            return map_memfd(fd, num_bytes)
         except OSError as error:
             raise PeerError(f"cannot map a segment of {self.peer}: {error}", self.peer) from None
         finally:

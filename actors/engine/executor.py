@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -46,17 +46,12 @@ HOLD_S = 0.001  # while best-effort work is held
 _INTERVALS_ALONE = 20  # of layers in one call, which `wake` interrupts
 
 
-class HiddenStateSink(Protocol):
-    """Consumer of finished hidden states: logits, sampling, answers."""
+HiddenStateSink = Callable[[list[Chunk], AttentionBatch, Tensor], Iterable[None]]
+"""Processes a finished micro-batch: logits, sampling, answers; done when it is exhausted.
 
-    def __call__(
-        self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: Tensor
-    ) -> Iterable[None]:
-        """Process a finished micro-batch; the work is done when the iterator is exhausted.
-
-        hidden_TD: residual after the last layer, rows as in `batch`, whose sequences are those of
-        the chunks in order; at least the rows whose logits are needed.
-        """
+The tensor: residual after the last layer, rows as in the batch, whose sequences are those of the
+chunks in order; at least the rows whose logits are needed.
+"""
 
 
 class ExecutorParts(NamedTuple):
@@ -101,7 +96,7 @@ class Executor:
         """
         self._half = parts.half
         self._kv = parts.kv
-        self._backend = parts.backend
+        self.backend = parts.backend
         self._layer_decoder = parts.backend.layer_decoder(parts.kv)
         self._sample = parts.sample
         self._graphs = parts.graphs
@@ -122,21 +117,11 @@ class Executor:
         self.failure: ChannelError | None = None
 
     @property
-    def is_engaged(self) -> bool:
-        """True if no batch may start because the backend computes for other workers."""
-        return self._backend.is_engaged
-
-    def disengage(self, waiting_tokens: int) -> None:
-        """End computing for other workers where that is possible: requests wait here."""
-        self._backend.disengage(waiting_tokens)
-
-    @property
     def in_flight(self) -> int:
         return len(self._runs)
 
     @property
     def live(self) -> list[LiveBatch]:
-        """The batches in flight."""
         return [
             LiveBatch(
                 run.scheduled.priority,
@@ -155,7 +140,7 @@ class Executor:
         """End a waiting `step`, and one of several layers after a layer. Thread-safe."""
         if self._layer_decoder is not None:
             self._layer_decoder.interrupt()
-        self._backend.wake()
+        self.backend.wake()
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
         """Cut a batch into micro-batches by `plan`; they are ready at once."""
@@ -178,7 +163,7 @@ class Executor:
         self._work.settle()
         ready = self._ready()
         try:
-            if self._backend.poll(0.0 if ready else timeout_s, idle=not self._runs):
+            if self.backend.poll(0.0 if ready else timeout_s, idle=not self._runs):
                 ready = self._ready()
             if not ready or self.failure is not None:
                 return []
@@ -187,7 +172,7 @@ class Executor:
                 self._hold()
                 return []
             self._run(chosen)
-        except self._backend.fatal as error:
+        except self.backend.fatal as error:
             self.failure = self.failure or error
             return []
         run = chosen.micro_batch.batch
@@ -209,13 +194,12 @@ class Executor:
             if micro_batch.steps is not None:
                 micro_batch.steps.close()
             if micro_batch.pending is not None:
-                self._backend.drop(micro_batch.pending)
+                self.backend.drop(micro_batch.pending)
             if micro_batch.shared_layers is not None:
                 micro_batch.shared_layers.close()
         return run.scheduled
 
     def fail_all(self) -> list[ScheduledBatch]:
-        """Discard all batches in flight and return them."""
         dropped = [self.drop(number) for number in list(self._runs)]
         return [scheduled for scheduled in dropped if scheduled is not None]
 
@@ -244,7 +228,7 @@ class Executor:
         """Wait for latency-sensitive work that best-effort work would delay."""
         self._spans.close()
         start_s = self._clock()
-        self._backend.poll(HOLD_S, idle=True)
+        self.backend.poll(HOLD_S, idle=True)
         self._timeline.add(TaskSpan(self._name, Stage.HELD, start_s, self._clock()))
 
     def _run(self, chosen: Chosen) -> None:
@@ -256,7 +240,7 @@ class Executor:
         is_first = micro_batch.steps is None
         if micro_batch.steps is None:
             micro_batch.steps = self._task(micro_batch)
-        is_whole = self._choice is None or not (self._backend.yields or micro_batch.pending is None)
+        is_whole = self._choice is None or not (self.backend.yields or micro_batch.pending is None)
         until_s = math.inf if is_whole else start_s + POLL_INTERVAL_S
         for _ in micro_batch.steps:
             if not micro_batch.is_ready:  # it waits for more experts
@@ -367,7 +351,7 @@ class Executor:
         inputs = micro_batch.inputs = AttentionBatch.build(
             slices, block_tokens=self._kv.block_tokens, device=self._kv.device
         )
-        self._backend.prepare(self._key(micro_batch, 0), inputs.token_ids_T)
+        self.backend.prepare(self._key(micro_batch, 0), inputs.token_ids_T)
         if self._sample is not None:
             self._sample.prepare(self._key(micro_batch, 0).owner, micro_batch.chunks)
         yield
@@ -377,7 +361,7 @@ class Executor:
             last = micro_batch.last = inputs.last(counts)
             self._half.prepare(last.batch)  # now: between layers it would stall a GPU
         if len(micro_batch.batch.micro_batches) == 1:
-            micro_batch.shared_layers = self._backend.share(slices, counts, inputs, self._kv)
+            micro_batch.shared_layers = self.backend.share(slices, counts, inputs, self._kv)
         yield
 
     def _last_counts(self, micro_batch: MicroBatch, inputs: AttentionBatch) -> list[int] | None:
@@ -407,14 +391,14 @@ class Executor:
 
     def _add_experts(self, micro_batch: MicroBatch) -> Steps[None]:
         """Add the experts' output of the previous layer."""
-        stage = self._backend.stage
+        stage = self.backend.stage
         if stage is not None:
             micro_batch.doing = stage, micro_batch.attended
         elif self._choice is not None:
             self._times.returned(micro_batch, self._clock())
         assert micro_batch.hidden_TD is not None
         pending, shared_TD = micro_batch.pending, micro_batch.shared_TD
-        yield from self._backend.combine(micro_batch.hidden_TD, pending, shared_TD)
+        yield from self.backend.combine(micro_batch.hidden_TD, pending, shared_TD)
         micro_batch.pending = micro_batch.shared_TD = None
         if stage is not None:
             self._spans.note(micro_batch)
@@ -457,8 +441,8 @@ class Executor:
         hidden_TD, plan = micro_batch.hidden_TD, micro_batch.batch.plan
         assert hidden_TD is not None
         key = self._key(micro_batch, layer)
-        micro_batch.pending = self._backend.dispatch(key, hidden_TD, routed, plan)
-        if self._backend.stage is None:
+        micro_batch.pending = self.backend.dispatch(key, hidden_TD, routed, plan)
+        if self.backend.stage is None:
             self._spans.note(micro_batch)
         micro_batch.sent_s = self._clock()
 

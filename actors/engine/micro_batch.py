@@ -6,15 +6,15 @@ task; `pending` (experts) and `after` what it waits for.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.moe.backend import PendingExperts, SharedLayers
-from actors.telemetry.telemetry import SpanGroup, Timeline
+from actors.telemetry.telemetry import SpanFields, SpanGroup, Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -86,53 +86,33 @@ def _piece(chunk: Chunk, first: int, last: int) -> Chunk:
     return chunk._replace(start=start, stop=stop, copies=copies, state=state)
 
 
+@dataclass(slots=True, eq=False)
 class MicroBatch:
     """A slice of a batch's sequences in flight."""
 
-    __slots__ = (
-        "after",
-        "attended",
-        "batch",
-        "chunks",
-        "doing",
-        "hidden_TD",
-        "index",
-        "inputs",
-        "last",
-        "layer",
-        "pending",
-        "previous",
-        "ran_s",
-        "sent_s",
-        "shared_TD",
-        "shared_layers",
-        "stage",
-        "steps",
-        "tokens",
-        "x_TD",
-    )
+    batch: BatchRun
+    index: int
+    chunks: list[Chunk]
+    tokens: int = field(init=False)
+    inputs: AttentionBatch | None = None  # built by the first task
+    last: LastRows | None = None  # rows of the last layer; None: all
+    steps: Steps[None] | None = None  # of the current task
+    doing: tuple[Stage, int] = (Stage.ATTENTION, 0)  # current stage and layer, for spans
+    ran_s: float = 0.0  # of the current task
+    sent_s: float = 0.0  # time of the last dispatch
+    after: list[MicroBatch] = field(default_factory=list)  # those whose blocks it reads
+    previous: MicroBatch | None = None  # preceding chunk; it finishes first
+    layer: int = 0
+    stage: TaskStage = TaskStage.ATTENTION
+    attended: int = -1  # last layer whose K and V are in the pool
+    hidden_TD: torch.Tensor | None = None
+    x_TD: torch.Tensor | None = None
+    shared_TD: torch.Tensor | None = None
+    pending: PendingExperts | None = None  # experts of the last layer
+    shared_layers: SharedLayers | None = None  # if other workers compute it too
 
-    def __init__(self, batch: BatchRun, index: int, chunks: list[Chunk]) -> None:
-        self.batch = batch
-        self.index = index
-        self.chunks = chunks
-        self.tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        self.inputs: AttentionBatch | None = None  # built by the first task
-        self.last: LastRows | None = None  # rows of the last layer; None: all
-        self.steps: Steps[None] | None = None  # of the current task
-        self.doing = Stage.ATTENTION, 0  # current stage and layer, for spans
-        self.ran_s = 0.0  # of the current task
-        self.sent_s = 0.0  # time of the last dispatch
-        self.after: list[MicroBatch] = []  # those whose blocks it reads
-        self.previous: MicroBatch | None = None  # preceding chunk; it finishes first
-        self.layer = 0
-        self.stage = TaskStage.ATTENTION
-        self.attended = -1  # last layer whose K and V are in the pool
-        self.hidden_TD: torch.Tensor | None = None
-        self.x_TD: torch.Tensor | None = None
-        self.shared_TD: torch.Tensor | None = None
-        self.pending: PendingExperts | None = None  # experts of the last layer
-        self.shared_layers: SharedLayers | None = None  # if other workers compute it too
+    def __post_init__(self) -> None:
+        self.tokens = sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     @property
     def is_ready(self) -> bool:
@@ -164,18 +144,16 @@ class MicroBatch:
         )
 
 
+@dataclass(slots=True, eq=False)
 class BatchRun:
     """A batch in flight. ran_s: total time of its tasks."""
 
-    __slots__ = ("micro_batches", "plan", "ran_s", "remaining", "scheduled", "started_s")
-
-    def __init__(self, scheduled: ScheduledBatch, plan: Plan, started_s: float) -> None:
-        self.started_s = started_s
-        self.ran_s = 0.0
-        self.scheduled = scheduled
-        self.plan = plan
-        self.micro_batches: list[MicroBatch] = []
-        self.remaining = 0
+    scheduled: ScheduledBatch
+    plan: Plan
+    started_s: float
+    ran_s: float = 0.0
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    remaining: int = 0
 
 
 class PassTimes:
@@ -215,7 +193,6 @@ class PassTimes:
         return self._times.predict("slice", micro_batch.tokens)
 
     def passes(self, runs: Iterable[BatchRun]) -> Iterator[LatencyPass]:
-        """Yield the latency-sensitive batches."""
         for run in runs:
             if run.scheduled.priority is Priority.LS:
                 yield LatencyPass(run.scheduled.due_s, self.left_s(run))
@@ -256,25 +233,18 @@ class TaskSpans:
     def end_layers(self, micro_batch: MicroBatch, first: int, ends: LayerEnds) -> None:
         """Record the stages of layers from `first` on, which were run in one call of the host."""
         number, since_s = micro_batch.batch.scheduled.number, self._since_s
-        index, tokens, end_s = micro_batch.index, micro_batch.tokens, since_s
-        seconds = defaultdict[Stage, list[float]](list)
-        for stages in ends:
-            for stage, at_s in stages:
-                seconds[stage].append(at_s - end_s)
-                end_s = at_s
-        self._since_s = end_s
+        name, index, tokens = self._name, micro_batch.index, micro_batch.tokens
 
-        def make() -> list[TaskSpan]:
-            found, start_s = list[TaskSpan](), since_s
+        def fields() -> Iterator[SpanFields]:
+            start_s = since_s
             for layer, stages in enumerate(ends, first):
-                for stage, at_s in stages:
-                    task = number, layer, index, 0, tokens
-                    found.append(TaskSpan(self._name, stage, start_s, at_s, *task))
-                    start_s = at_s
-            return found
+                for stage, end_s in stages:
+                    yield name, stage, start_s, end_s, number, layer, index, 0, tokens
+                    start_s = end_s
 
-        if seconds:
-            self._timeline.add(SpanGroup(stage, end_s, seconds, make))
+        group = SpanGroup(fields)
+        self._since_s = group.end_s
+        self._timeline.add(group)
 
     def close(self) -> None:
         """Record the span of the suspended task, before another one runs."""

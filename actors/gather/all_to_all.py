@@ -27,16 +27,11 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.device_dispatch import DeviceDispatch, empty_slice
-from actors.moe.dispatch import (
-    DispatchCounts,
-    RankSlice,
-    plan_dispatch,
-    send_slice,
-)
+from actors.moe.device_dispatch import empty_slice
+from actors.moe.dispatch import DispatchCounts, RankSlice
 from actors.moe.expert_server import merge
 from actors.moe.rank_experts import DevicePairs
-from actors.moe.remote_pending import Piece
+from actors.moe.remote_pending import PacketPlanner, Piece, send_slice
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
@@ -48,7 +43,7 @@ from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
-from planner.placement.slots import ExpertPlacement, LayerSlots
+from planner.placement.slots import ExpertPlacement
 
 PEER_TIMEOUT_S = 60.0  # for a live peer, which may attend to a long batch
 _POLL_S = 0.2
@@ -67,54 +62,32 @@ class AllToAll:
         clock: Clock,
     ) -> None:
         """half: this worker's experts under `placement`. workers: all names, by rank."""
-        self._rank = workers.index(endpoint.name)
-        self.counts = DispatchCounts(len(workers), own_rank=self._rank)
+        self.rank = workers.index(endpoint.name)
+        self.counts = DispatchCounts(len(workers), own_rank=self.rank)
+        self._packets = PacketPlanner(self.counts, None, clock)
         self._endpoint, self._half = endpoint, half
         self._timeline, self._clock = timeline, clock
-        self._workers = tuple(workers)
+        self.names = tuple(workers)
         self._peers = [name for name in workers if name != endpoint.name]
         self._slots_per_rank = placement.slots_per_rank
-        self._placement = ExpertPlacement(placement)
-        self._on_device: DeviceDispatch | None = None  # made for the first rows on a device
+        self.placement = ExpertPlacement(placement)
         self._pass = 0
         self._arrived: dict[tuple[PacketKind, int, int, str], Packet] = {}
         self._lost: PeerError | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the workers by rank."""
-        return self._workers
-
-    def placed(self, layer: int) -> LayerSlots:
-        """Return the slots of a layer's experts."""
-        return self._placement.layer(layer)
-
     def connect(self, addresses: dict[str, str]) -> None:
         """Join the workers of lower rank; those of higher rank join us. Raises ChannelError."""
-        local = self._workers.index(self._endpoint.name)
-        for peer in self._workers[:local]:
+        for peer in self.names[: self.rank]:
             if peer in addresses and peer not in self._endpoint.peers():
                 self._endpoint.connect(peer, addresses[peer])
 
     def sums(self, layer: int, routed: RoutedTokens) -> Steps[Tensor]:
         """Return each token's weighted sum over its experts, [T, D] float32. Raises PeerError."""
         self._wait_for_links()
-        slices = {piece.rank: piece for piece in self._slices(layer, routed)}
+        key, whole = TaskKey(self._pass, layer, 0, Priority.LS), [(0, len(routed.x_TD))]
+        pieces = self._packets.plan(key, routed, whole, self.placement.layer(layer))
+        slices = {piece.rank: piece for piece in pieces}
         return (yield from self._exchange(layer, routed.x_TD, slices))
-
-    def _slices(self, layer: int, routed: RoutedTokens) -> Sequence[Piece]:
-        """Return the packets of a layer, planned where the rows are."""
-        tokens, placed = routed.x_TD.shape[0], self.placed(layer)
-        whole, device = [(0, tokens)], routed.x_TD.device
-        if runs_on_device(device):
-            if self._on_device is None:
-                self._on_device = DeviceDispatch(device, self.counts, None, self._clock)
-            key = TaskKey(self._pass, layer, 0, Priority.LS)
-            return self._on_device.plan(key, routed, whole, placed)
-        ids_TK, weights_TK = routed.topk_ids_TK.numpy(), routed.topk_weights_TK.numpy()
-        slices = plan_dispatch(ids_TK, weights_TK, whole, placed, free_rank=self._rank)
-        self.counts.add(layer, tokens, slices, placed)
-        return slices
 
     def participate(self, layer: int, like: Tensor) -> Steps[None]:
         """Take part in a layer without own rows; `like` is [0, D]. Raises PeerError."""
@@ -132,7 +105,6 @@ class AllToAll:
         self._endpoint.wake()
 
     def end_pass(self) -> None:
-        """Mark all layers of a pass as done."""
         self._pass += 1
 
     def _pass_started(self) -> bool:
@@ -140,7 +112,7 @@ class AllToAll:
 
     def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, Piece]) -> Steps[Tensor]:
         own: Packet | None = None
-        for rank, worker in enumerate(self._workers):
+        for rank, worker in enumerate(self.names):
             piece = slices.get(rank) or self._empty(rank, x_TD.device)
             header = self._header(PacketKind.A2E, layer)
             if worker == self._endpoint.name:
@@ -152,7 +124,7 @@ class AllToAll:
         local = yield from self._run_experts(layer, {**packets, own.peer: own})
         replies = yield from self._receive(PacketKind.E2A, layer)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-        for rank, worker in enumerate(self._workers):
+        for rank, worker in enumerate(self.names):
             if rank in slices:
                 y_UD = local if worker == own.peer else replies[worker].tensors[0]
                 run_to_end(slices[rank].add_to(out_TD, y_UD))
@@ -162,7 +134,7 @@ class AllToAll:
 
     def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Steps[Tensor]:
         """Run our experts on all rows in one call; answer the others, return our own sums."""
-        ordered = [packets[worker] for worker in self._workers]
+        ordered = [packets[worker] for worker in self.names]
         try:
             groups = merge(ordered)
             if isinstance(groups.pairs, DevicePairs):
@@ -226,8 +198,7 @@ class AllToAll:
         """Receive packets. Raises the loss of a peer, now and on every later call."""
         start_s = self._clock()
         channel_events: list[ChannelEvent] = self._endpoint.poll(timeout_s)
-        if self._on_device is not None:
-            self._on_device.poll()
+        self._packets.poll()
         self._timeline.record_wait(start_s, self._clock(), transfers(channel_events))
         for channel_event in channel_events:
             if isinstance(channel_event, Packet):

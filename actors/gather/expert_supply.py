@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,6 @@ from planner.placement.nodes import levels_of_hosts
 from planner.placement.slots import check_fits
 
 
-def _no_bytes() -> tuple[int, int]:
-    return 0, 0
-
-
 class ExpertSupply(NamedTuple):
     """The expert backend of a prefill worker and what it owns.
 
@@ -56,7 +52,7 @@ class ExpertSupply(NamedTuple):
     unwritten_bytes: int = 0
     address: str = ""
     degraded: Callable[[], str] = str
-    bytes_moved: Callable[[], tuple[int, int]] = _no_bytes
+    bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
     connect: Callable[[dict[str, str]], None] = lambda addresses: None
     shared_batches: dict[str, float] | None = None
 
@@ -71,14 +67,14 @@ def expert_supply(
 ) -> ExpertSupply:
     """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError."""
     kind = spec.config.prefill.experts
-    if kind == "resident":
-        store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
-        return _stored(spec, store, timeline)
-    if kind == "all_to_all":
-        return _lockstep(spec, model, dtype, timeline, telemetry)
     layout = ExpertLayout(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
+    if kind == "resident":
+        store: ExpertStore = ResidentStore(_load(spec, layout, range(model.num_experts)))
+        return _stored(spec, store, timeline)
+    if kind == "all_to_all":
+        return _lockstep(spec, layout, timeline, telemetry)
     if kind == "cached":
         return cached_supply(spec, layout, timeline, telemetry)
     if kind == "streamed":
@@ -233,22 +229,13 @@ def _host(address: str, own: str) -> str:
 
 
 def _lockstep(
-    spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
 ) -> ExpertSupply:
     """All-to-all mode: each worker has a share of the experts. A lost worker restarts the group."""
     workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
-    device = torch.device(spec.device)
-    check_fits(spec.placement, len(workers), model.num_experts, model.moe_layers)
-    experts = ExpertHalf.load(
-        Checkpoint(Path(spec.model_folder)),
-        model,
-        spec.own_experts,
-        dtype=dtype,
-        device=device,
-        progress=progress_line(spec.name, sys.stderr),
-        storage_format=spec.config.experts.storage_format,
-    )
-    endpoint = rank_endpoint(spec, device, monotonic_s)
+    check_fits(spec.placement, len(workers), layout.spec.num_experts, layout.spec.moe_layers)
+    experts = _load(spec, layout, spec.own_experts)
+    endpoint = rank_endpoint(spec, layout.device, monotonic_s)
     address = endpoint.listen(spec.host)
     all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline, monotonic_s)
     all_to_all.counts.show(telemetry, spec.name)
@@ -277,7 +264,7 @@ def copying_store(
 ) -> CopyingStore:
     """Keep the first `prefill.resident_layers` layers; copy the others from `source`."""
     resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
-    half = _load(spec, layout.spec, layout.dtype, resident)
+    half = _load(spec, layout, range(layout.spec.num_experts), resident)
     resource = f"experts>{spec.name}"
     return CopyingStore(
         source,
@@ -291,14 +278,17 @@ def copying_store(
 
 
 def _load(
-    spec: RankSpec, model: ModelSpec, dtype: torch.dtype, layers: Sequence[int]
+    spec: RankSpec,
+    layout: ExpertLayout,
+    experts: Sequence[int] | Mapping[int, Sequence[int]],
+    layers: Sequence[int] | None = None,
 ) -> ExpertHalf:
     return ExpertHalf.load(
         Checkpoint(Path(spec.model_folder)),
-        model,
-        range(model.num_experts),
-        dtype=dtype,
-        device=torch.device(spec.device),
+        layout.spec,
+        experts,
+        dtype=layout.dtype,
+        device=layout.device,
         progress=progress_line(spec.name, sys.stderr),
         layers=layers,
         storage_format=spec.config.experts.storage_format,

@@ -103,12 +103,8 @@ class GroupExchange(AllToAll):
         self.ended: Left | Aborted | None = None  # how another worker ended the latest pass
 
     @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
     def workers(self) -> int:
-        return len(self._workers)
+        return len(self.names)
 
     @property
     def number(self) -> int:
@@ -117,12 +113,11 @@ class GroupExchange(AllToAll):
 
     @property
     def is_linked(self) -> bool:
-        """True if every other worker is linked."""
         return set(self._peers) <= set(self._endpoint.peers())
 
     def join(self, addresses: Mapping[str, str]) -> None:
         """Dial workers of lower rank at new addresses. Thread-safe; failures are logged."""
-        for peer in self._workers[: self._rank]:
+        for peer in self.names[: self.rank]:
             address = addresses.get(peer)
             if address is None or self._dialed.get(peer) == address:
                 continue

@@ -39,9 +39,8 @@ from actors.channels.cuda import (
     require_nccl,
     wait_for_stream,
 )
-from actors.channels.local_process import LocalProcess
 from actors.channels.nccl import UniqueId, open_lanes
-from actors.gather.weight_link import receive_into, set_timeouts
+from actors.gather.weight_link import Segment, receive_into, set_timeouts
 from contracts.errors import PeerError, PeerHungError
 from contracts.messages import FRAME_ERRORS
 
@@ -50,14 +49,13 @@ _LENGTH: Final = struct.Struct("<I")
 _ABORT_S: Final = 10.0
 _MOST_BYTES: Final = 4096  # of an id
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode: Callable[[bytes], UniqueId] = msgspec.msgpack.Decoder(UniqueId).decode
 
 
-class NcclPart:
-    """One end of a connection: of the server, or a worker's `Segment`."""
+class NcclPart(Segment):
+    """One end of a connection: of the server, or a worker's."""
 
-    first_bytes, in_turn = 0, True
+    in_turn = True
 
     def __init__(
         self, nccl: Any, id_: UniqueId, peer: str, exchange: NcclExchange, *, serves: bool
@@ -96,9 +94,6 @@ class NcclPart:
             self._stream, self._done = stream, recorded(stream)
         except RuntimeError as error:
             raise self._failed(error) from None
-
-    def may_be_freed(self, process: LocalProcess | None) -> bool:
-        return False
 
     def close(self) -> None:
         """End what is under way, and wait until it has. May be called twice."""

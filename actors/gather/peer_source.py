@@ -297,7 +297,6 @@ class PeerSource:
         }
 
     def bytes_moved(self) -> tuple[int, int]:
-        """Return bytes sent and received so far."""
         links = list(self._links.values())
         received = self._before_bytes + sum(link.received_bytes for link in links)
         return self._server.sent_bytes, received

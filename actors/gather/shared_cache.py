@@ -181,7 +181,6 @@ class SharedCache:
         return self._states if layer in self._spec.recurrent_layers else self._tokens
 
     def _outer_rows(self, layer: int, rows: Ints, outer: OuterPool) -> Tensor:
-        """Return the rows of the leader's pool."""
         if layer in self._spec.recurrent_layers:
             return torch.from_numpy(outer.numbering.states[rows])
         size = self._group.block_tokens

@@ -178,7 +178,7 @@ class SharedPass:
         if not len(own_UD):
             return torch.zeros((0, workers), dtype=torch.uint8)
         ids_UK = router(self._half.mlp_input(layer, own_UD)).topk_ids_TK
-        holds_EW = self._exchange.placed(layer).held(self._half.spec.num_experts)
+        holds_EW = self._exchange.placement.layer(layer).held(self._half.spec.num_experts)
         pairs_UW: Tensor = torch.from_numpy(holds_EW)[ids_UK].sum(1, dtype=torch.uint8)
         return pairs_UW
 

@@ -6,6 +6,7 @@ are the host's.
 """
 
 import threading
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -27,19 +28,17 @@ from models.experts.router import RoutedTokens
 _LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken
 
 
+@dataclass(slots=True, eq=False)
 class StoredPending:
     """Rows whose experts are computed once the store has their layer."""
 
-    __slots__ = ("_store", "key", "routed")
-
-    def __init__(self, key: TaskKey, routed: RoutedTokens, store: ExpertStore) -> None:
-        self.key = key
-        self.routed = routed
-        self._store = store
+    key: TaskKey
+    routed: RoutedTokens
+    store: ExpertStore
 
     @property
     def is_complete(self) -> bool:
-        return self._store.is_ready(self.key.layer)
+        return self.store.is_ready(self.key.layer)
 
 
 class StoredBackend(ExpertBackend[StoredPending]):

@@ -17,7 +17,6 @@ may be overwritten after DONE, or once the connection is closed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -25,7 +24,6 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -34,7 +32,7 @@ import torch
 from actors.channels import handshake, local_process
 from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity
-from actors.channels.listener import dial
+from actors.channels.listener import dial, shut_down
 from actors.channels.local_process import LocalProcess
 from actors.channels.segments import FLAG_BYTES, check_memfd
 from actors.gather.device_segment import DeviceSegment, open_segment
@@ -68,7 +66,6 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes = b""
 
 
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(Terms).decode
 
 
@@ -190,37 +187,34 @@ def receive_into(sock: socket.socket, into: memoryview, peer: str) -> None:
         into = into[count:]
 
 
-class Segment(Protocol):
-    """A peer's segment. first_bytes, end_bytes: of its payload.
+class Segment:
+    """A peer's segment, with the defaults of memory that stays as long as it is used.
 
-    in_turn: parts come from one peer at a time. posts: a started copy is reported to the peer.
+    first_bytes, end_bytes: of its payload. in_turn: parts come from one peer at a time. posts: a
+    started copy is reported to the peer.
     """
 
-    @property
-    def first_bytes(self) -> int: ...
-    @property
-    def end_bytes(self) -> int: ...
-    @property
-    def in_turn(self) -> bool: ...
-    @property
-    def posts(self) -> bool: ...
+    first_bytes = end_bytes = 0
+    in_turn = posts = False
 
     @property
-    def is_copied(self) -> bool: ...
+    def is_copied(self) -> bool:
+        return True
 
     def copy(self, offset: int, into: Sequence[torch.Tensor]) -> None:
         """Start a copy, which has ended once `is_copied`. Raises PeerError."""
+        raise NotImplementedError
 
     def may_be_freed(self, process: LocalProcess | None) -> bool:
         """Return whether the peer's end may free the memory."""
+        return False
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what is under way."""
 
 
-class HostSegment:
-    """Pages of the host, which stay as long as they are mapped."""
-
-    is_copied, in_turn, posts = True, False, False
+class HostSegment(Segment):
+    """Pages of the host."""
 
     def __init__(self, memory: memoryview) -> None:
         self.first_bytes, self.end_bytes, self._memory = FLAG_BYTES, len(memory), memory
@@ -232,17 +226,9 @@ class HostSegment:
             np.copyto(np.frombuffer(view, np.uint8), source)
             offset = stop
 
-    def may_be_freed(self, process: LocalProcess | None) -> bool:
-        return False
 
-    def close(self) -> None:
-        """Do nothing: the last view unmaps it."""
-
-
-class PeerGpuSegment:
+class PeerGpuSegment(Segment):
     """Memory of another worker's GPU, opened at the first copy."""
-
-    first_bytes, in_turn, posts = 0, False, False
 
     def __init__(self, peer: str, terms: Terms) -> None:
         self.end_bytes, self._peer, self._handle = terms.segment_bytes, peer, terms.handle
@@ -262,9 +248,6 @@ class PeerGpuSegment:
 
     def may_be_freed(self, process: LocalProcess | None) -> bool:
         return process is not None and process.is_ending
-
-    def close(self) -> None:
-        """Do nothing: a copy may be under way."""
 
 
 class WeightLink:
@@ -317,8 +300,7 @@ class WeightLink:
 
     def abort(self) -> None:
         """End what the copying thread waits for. Thread-safe."""
-        with contextlib.suppress(OSError):  # the peer closed first
-            self._sock.shutdown(socket.SHUT_RDWR)
+        shut_down(self._sock)
 
     def close(self) -> None:
         self._sock.close()

@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from actors.channels.link import ALIGNMENT_BYTES
-from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
+from actors.channels.segments import FLAG_BYTES, create_memfd, map_memfd
 from actors.gather.device_segment import DeviceSegment, DeviceShardMemory
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout
@@ -67,7 +67,7 @@ class ShardSlots:
                 create_memfd(self.payload_bytes, advice=_TOO_LARGE),
                 FLAG_BYTES,
             )
-            memory = HostMemory(self.fd, self.payload_bytes).views.memory
+            memory = map_memfd(self.fd, self.payload_bytes).views.memory
         self.pieces = [
             part.pieces(memory[slot * self._stride : slot * self._stride + part.num_bytes])
             for slot in range(count)

@@ -50,10 +50,17 @@ class Topology(NamedTuple):
     missing: tuple[tuple[str, MissingRank], ...] = ()
 
 
-class TopologySource(Protocol):
-    """Follows the expert ranks on behalf of a remote backend. Owned by the backend's thread."""
+class TopologySource:
+    """Follows the expert ranks on behalf of a remote backend. Owned by the backend's thread.
 
-    topology: Topology
+    By default nothing changes, and the loss of a rank ends the backend. replaces: a lost rank's
+    experts return, here or elsewhere.
+    """
+
+    replaces = False
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
 
     def poll(self) -> None:
         """Send due messages; replace `topology` if it has changed."""
@@ -66,6 +73,7 @@ class TopologySource(Protocol):
 
     def begin_layer(self) -> int:
         """Return the generation that the layer uses, for `end_layer`."""
+        return self.topology.generation
 
     def end_layer(self, generation: int) -> None: ...
 

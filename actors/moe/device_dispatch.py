@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.channels.base import TensorSpec
 from actors.moe.backend import TaskKey
-from actors.moe.dispatch import DispatchCounts, RankSlice, recut
+from actors.moe.dispatch import DispatchCounts, RankSlice
 from actors.moe.routing_sample import MicroBatchId, RoutingSample
 from contracts.clock import Clock
 from kernels.device_dispatch import DevicePlan, PlacementTables, plan_on_device
@@ -64,7 +64,7 @@ class DeviceSlice(NamedTuple):
     def recut(self, before: LayerSlots, placed: LayerSlots, first_group: int) -> list[DeviceSlice]:
         """Cut by another placement, on the host. Waits for the device."""
         top_k, device = self.pairs_CM.shape[1] // 2, self.pairs_CM.device
-        slices = recut(self.on_host(), before, placed, first_group)
+        slices = self.on_host().recut(before, placed, first_group)
         return [_uploaded(piece, top_k, device) for piece in slices]
 
     def on_host(self) -> RankSlice:

@@ -19,9 +19,9 @@ from actors.channels.link import CallArea
 from actors.moe.backend import Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.routing_sample import RoutingSample
-from actors.telemetry.telemetry import SpanGroup, Timeline
+from actors.telemetry.telemetry import SpanFields, SpanGroup, Timeline
 from contracts.errors import ChannelError
-from contracts.traces import Stage, TaskSpan
+from contracts.traces import Stage
 from kernels.direct_calls import (
     CALL_FIELDS,
     CHOICE_FIELDS,
@@ -74,7 +74,7 @@ class DirectCalls(NamedTuple):
     counts: DispatchCounts
     timeline: Timeline
     sample: RoutingSample | None
-    client: TopologySource | None
+    source: TopologySource
 
 
 class RemoteLayerDecoder(LayerDecoder):
@@ -123,15 +123,15 @@ class RemoteLayerDecoder(LayerDecoder):
         is_alone: bool,
     ) -> DecodedLayers:
         first, last = layers
-        resumes, client, rows = self.waits, self._parts.client, batch.num_tokens
+        resumes, rows = self.waits, batch.num_tokens
         if resumes:
             is_late = self._parts.endpoint.clock() - self._since_s > GIVE_UP_S
             if is_late or self._is_outdated or not is_alone:
                 return self._fall_back(first, rows)
         self._fill(hidden_TD, batch)
         self._call[:] = self._topology.generation, 0, 0, 0, *owner, 0
-        if client is not None and not resumes:
-            self._lease = client.begin_layer()
+        if not resumes:
+            self._lease = self._parts.source.begin_layer()
         times_ns = int(1e9 * WAIT_S), int(1e9 * self._parts.endpoint.spin_s)
         addresses = self._addresses
         reached = decode_remote_layers(shared_pool(), *addresses, first, last, resumes, *times_ns)
@@ -148,8 +148,7 @@ class RemoteLayerDecoder(LayerDecoder):
         return self._fall_back(reached, rows)._replace(ends=done.ends)
 
     def end(self) -> None:
-        if self._parts.client is not None:
-            self._parts.client.end_layer(self._lease)
+        self._parts.source.end_layer(self._lease)
         self.waits = False
 
     @property
@@ -259,14 +258,13 @@ class RemoteLayerDecoder(LayerDecoder):
             if rows
         ]
 
-        def make() -> Iterator[TaskSpan]:
+        def fields() -> Iterator[SpanFields]:
             for name, start_s, end_s, layer, rows in replies:
                 task = owner.batch, layer, owner.micro_batch, 0, rows
-                yield TaskSpan(name, Stage.E2A, start_s, end_s, *task)
+                yield name, Stage.E2A, start_s, end_s, *task
 
         if replies:
-            seconds = {Stage.E2A: [end_s - start_s for _, start_s, end_s, _, _ in replies]}
-            self._parts.timeline.add(SpanGroup(Stage.E2A, arrived_L[-1], seconds, make))
+            self._parts.timeline.add(SpanGroup(fields))
 
 
 def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -321,7 +319,6 @@ class CallServer:
 
     @property
     def has_callers(self) -> bool:
-        """True if an area is open."""
         opened = self._endpoint.call_areas
         if opened != self._opened:
             self._use(opened)

@@ -15,15 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.channels.base import Header, TensorSpec
-from actors.channels.endpoint import Endpoint
+from actors.channels.base import TensorSpec
 from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from kernels.steps import Steps, add_tiled, row_tiles
@@ -85,7 +84,36 @@ class RankSlice(NamedTuple):
             yield
 
     def recut(self, before: LayerSlots, placed: LayerSlots, first_group: int) -> list[RankSlice]:
-        return recut(self, before, placed, first_group)
+        """Cut the pairs, placed by `before`, into slices of `placed`, rank by rank.
+
+        The new slices are token groups of their own, numbered from first_group.
+        """
+        low, high = before.bounds[self.rank]
+        expert_N = np.repeat(before.expert_of_slot[low:high], self.counts_e)
+        row_N = self.index_N + self.start if self.rows_U is None else self.rows_U[self.index_N]
+        slot_N = placed.of_pairs(expert_N[:, None])[:, 0]
+        order_N = slot_N.argsort(kind="stable")
+        counts_S = np.bincount(slot_N, minlength=placed.count).astype(np.int32)
+        ends = [0, *counts_S.cumsum().tolist()]
+        slices: list[RankSlice] = []
+        for rank, (first, last) in enumerate(placed.bounds):
+            pairs_N = order_N[ends[first] : ends[last]]
+            if not len(pairs_N):
+                continue
+            rows_U, index_N = np.unique(row_N[pairs_N], return_inverse=True)
+            slices.append(
+                RankSlice(
+                    rank,
+                    first_group + len(slices),
+                    self.start,
+                    self.stop,
+                    rows_U.astype(np.int64),
+                    index_N.astype(np.int32).ravel(),
+                    self.weights_N[pairs_N],
+                    counts_S[first:last],
+                )
+            )
+        return slices
 
 
 # Rank, token group, its start and stop, slots among those of all token groups, sorted pairs.
@@ -200,55 +228,6 @@ def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[
     return found
 
 
-class Slice(Protocol):
-    """A packet that knows how to be written and how its reply is added."""
-
-    def parts(self, x_TD: Tensor) -> list[TensorSpec]: ...
-    def fill(self, x_TD: Tensor, out: Sequence[Tensor]) -> None: ...
-
-
-def send_slice(endpoint: Endpoint, peer: str, header: Header, piece: Slice, x_TD: Tensor) -> None:
-    """Send the rows and pairs of `piece` to `peer`. Raises as `Endpoint.reserve`."""
-    reservation = endpoint.reserve(peer, piece.parts(x_TD))
-    piece.fill(x_TD, reservation.tensors)
-    endpoint.commit(reservation, header)
-
-
-def recut(
-    piece: RankSlice, before: LayerSlots, placed: LayerSlots, first_group: int
-) -> list[RankSlice]:
-    """Cut the pairs of `piece`, placed by `before`, into slices of `placed`, rank by rank.
-
-    The new slices are token groups of their own, numbered from first_group.
-    """
-    low, high = before.bounds[piece.rank]
-    expert_N = np.repeat(before.expert_of_slot[low:high], piece.counts_e)
-    row_N = piece.index_N + piece.start if piece.rows_U is None else piece.rows_U[piece.index_N]
-    slot_N = placed.of_pairs(expert_N[:, None])[:, 0]
-    order_N = slot_N.argsort(kind="stable")
-    counts_S = np.bincount(slot_N, minlength=placed.count).astype(np.int32)
-    ends = [0, *counts_S.cumsum().tolist()]
-    slices: list[RankSlice] = []
-    for rank, (first, last) in enumerate(placed.bounds):
-        pairs_N = order_N[ends[first] : ends[last]]
-        if not len(pairs_N):
-            continue
-        rows_U, index_N = np.unique(row_N[pairs_N], return_inverse=True)
-        slices.append(
-            RankSlice(
-                rank,
-                first_group + len(slices),
-                piece.start,
-                piece.stop,
-                rows_U.astype(np.int64),
-                index_N.astype(np.int32).ravel(),
-                piece.weights_N[pairs_N],
-                counts_S[first:last],
-            )
-        )
-    return slices
-
-
 TOP_EXPERTS = 8  # added at each scrape
 MAX_SHOWN = 64  # (layer, expert) series
 
@@ -286,7 +265,6 @@ class DispatchCounts:
         self._shown: list[tuple[int, int]] = []  # (layer, expert)
 
     def add(self, layer: int, tokens: int, slices: Sequence[RankSlice], placed: LayerSlots) -> None:
-        """Count the packets of one micro-batch and layer."""
         self.tokens += tokens
         known = self._pairs_of(layer, placed)
         for piece in slices:
@@ -330,7 +308,6 @@ class DispatchCounts:
         return known
 
     def show(self, telemetry: Telemetry, rank: str) -> None:
-        """Register the metrics."""
         telemetry.read(metrics.DISPATCHED_TOKENS, rank, of=lambda: self.tokens)
         telemetry.read(metrics.TOKEN_COPIES, rank, of=lambda: self.copies)
         telemetry.read(metrics.EXPERT_LOAD, rank, of=self._load())

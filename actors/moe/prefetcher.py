@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,23 +27,47 @@ class PendingPrediction(NamedTuple):
     ids: Arrival
 
 
-class NoPrefetcher:
-    """Prefetching disabled; also the interface of `ExpertPrefetcher`."""
+class ExpertPrefetcher:
+    """Passes predictions on as hints. Owned by the computing thread.
 
-    is_enabled = False
+    predictor: None: nothing is predicted. hint: receives the predicted experts of a later layer.
+    forget: cancels a micro-batch's hints.
+    """
+
+    def __init__(
+        self,
+        predictor: ExpertPredictor | None,
+        hint: Hint,
+        forget: Callable[[MicroBatchId], None] = lambda owner: None,
+    ) -> None:
+        self.is_enabled = predictor is not None
+        self._predictor, self._hint, self._forget = predictor, hint, forget
+        self._predicted: dict[MicroBatchId, list[PredictedRouting]] = {}  # of the next layer
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
         """Predict for a micro-batch that is about to run."""
+        if self._predictor is not None:
+            self._pass_on(key, self._predictor.predict_first(token_ids_T))
 
     def select_routing(self, key: TaskKey, routed: RoutedTokens) -> RoutedTokens:
         """Return the experts that the layer runs: as routed, or as predicted (speculation).
 
         Call `predict_next` afterwards.
         """
+        if self._predictor is None:
+            return routed
+        known = [each for each in self._predicted.pop(key.owner, ()) if each.layer == key.layer]
+        for predicted in known:
+            predicted.update(routed.topk_ids_TK)
+        is_speculated = key.decodes and self._predictor.is_speculated(key.layer)
+        if is_speculated and known and known[0].routed is not None:
+            return self._predictor.speculate(known[0], routed)
         return routed
 
     def predict_next(self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens) -> None:
         """Predict while the layer's experts run. hidden_TD: the residual before them."""
+        if self._predictor is not None:
+            self._pass_on(key, self._predictor.predict(key.layer, hidden_TD, routed))
 
     def request_prediction(
         self,
@@ -56,87 +80,26 @@ class NoPrefetcher:
 
         Pass the result to `deliver` once it has arrived. None: nothing is predicted.
         """
-        return None
-
-    def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
-        """Hint the experts of a prediction that has arrived on the host."""
-
-    def drop(self, owner: MicroBatchId) -> None:
-        """Forget a micro-batch."""
-
-
-class ExpertPrefetcher(NoPrefetcher):
-    """Passes predictions on as hints. Owned by the computing thread.
-
-    hint: receives the predicted experts of a later layer. forget: cancels a micro-batch's hints.
-    """
-
-    is_enabled = True
-
-    def __init__(
-        self,
-        predictor: ExpertPredictor,
-        hint: Hint,
-        forget: Callable[[MicroBatchId], None] = lambda owner: None,
-    ) -> None:
-        self._predictor, self._hint, self._forget = predictor, hint, forget
-        self._predicted: dict[MicroBatchId, list[PredictedRouting]] = {}  # of the next layer
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches with a prediction."""
-        return len(self._predicted)
-
-    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        self._predict_and_hint(key, self._predictor.predict_first, token_ids_T)
-
-    def select_routing(self, key: TaskKey, routed: RoutedTokens) -> RoutedTokens:
-        known = [each for each in self._predicted.pop(key.owner, ()) if each.layer == key.layer]
-        for predicted in known:
-            predicted.update(routed.topk_ids_TK)
-        is_speculated = key.decodes and self._predictor.is_speculated(key.layer)
-        if is_speculated and known and known[0].routed is not None:
-            return self._predictor.speculate(known[0], routed)
-        return routed
-
-    def predict_next(self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens) -> None:
-        self._predict_and_hint(key, self._predictor.predict, key.layer, hidden_TD, routed)
-
-    def request_prediction(
-        self,
-        key: TaskKey,
-        hidden_TD: Tensor,
-        routed: RoutedTokens,
-        fetch: Callable[[Tensor], Arrival],
-    ) -> PendingPrediction | None:
+        if self._predictor is None:
+            return None
         found = self._predictor.predict_on_device(key.layer, hidden_TD, routed)
         return None if found is None else PendingPrediction(found, fetch(found.routed.topk_ids_TK))
 
     def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
+        """Hint the experts of a prediction that has arrived on the host."""
+        assert self._predictor is not None
         ids = prediction.ids.tensor.tolist()
         self._pass_on(key, self._predictor.resolve(prediction.found, ids))
 
     def drop(self, owner: MicroBatchId) -> None:
-        self._predicted.pop(owner, None)
-        self._forget(owner)
+        if self._predictor is not None:
+            self._predicted.pop(owner, None)
+            self._forget(owner)
 
-    def _predict_and_hint(
-        self, key: TaskKey, predict_layer: Callable[..., PredictedRouting | None], *seen: Any
-    ) -> None:
-        predicted = predict_layer(*seen)
-        if predicted is not None:
-            self._pass_on(key, predicted)
-
-    def _pass_on(self, key: TaskKey, predicted: PredictedRouting) -> None:
+    def _pass_on(self, key: TaskKey, predicted: PredictedRouting | None) -> None:
+        if predicted is None:
+            return
         self._predicted.setdefault(key.owner, []).append(predicted)
         if len(self._predicted) > _MAX_PREDICTED:  # batches dropped during attention
             self.drop(next(iter(self._predicted)))
         self._hint(key, predicted.layer, predicted.predicted_experts)
-
-
-def make_prefetcher(
-    predictor: ExpertPredictor | None,
-    hint: Hint,
-    forget: Callable[[MicroBatchId], None] = lambda owner: None,
-) -> NoPrefetcher:
-    """Return the prefetcher of `predictor`; None: no prefetching."""
-    return NoPrefetcher() if predictor is None else ExpertPrefetcher(predictor, hint, forget)

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.channels.base import (
@@ -26,11 +25,10 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
-from actors.moe.device_dispatch import DeviceDispatch
 from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
-from actors.moe.dispatch import DispatchCounts, plan_dispatch, send_slice
-from actors.moe.prefetcher import make_prefetcher
-from actors.moe.remote_pending import Piece, RemotePending
+from actors.moe.dispatch import DispatchCounts
+from actors.moe.prefetcher import ExpertPrefetcher
+from actors.moe.remote_pending import PacketPlanner, Piece, RemotePending, send_slice
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -38,7 +36,6 @@ from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
-from kernels.device import runs_on_device
 from kernels.steps import Steps, add_tiled, row_tiles, zero_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
@@ -47,7 +44,6 @@ from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
-from planner.placement.slots import ExpertPlacement, LayerSlots
 from planner.schedule.batch_plan import token_group_bounds
 
 log = logging.getLogger("tandem.experts")
@@ -56,8 +52,8 @@ log = logging.getLogger("tandem.experts")
 class RemoteBackend(ExpertBackend[RemotePending]):
     """One attention rank's connection to all expert ranks.
 
-    With a `placement_client`, rows sent to a lost rank are sent again to the rank that holds its
-    experts then; without one, a loss makes the backend unusable.
+    If the source of the topology `replaces` lost ranks, rows sent to one are sent again to the rank
+    that holds its experts then; else a loss makes the backend unusable.
     """
 
     fatal = PeerError
@@ -66,8 +62,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
     def __init__(
         self,
         endpoint: Endpoint,
-        placement: ExpertPlacement,
-        expert_ranks: Sequence[str],
+        source: TopologySource,
         timeline: Timeline,
         clock: Clock,
         *,
@@ -75,11 +70,10 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         recovery_timeout_s: float = GroupsConfig().recovery_timeout_s,
         predictor: ExpertPredictor | None = None,
         sample: RoutingSample | None = None,
-        placement_client: TopologySource | None = None,
         counts: DispatchCounts | None = None,
         half: AttentionHalf | None = None,
     ) -> None:
-        """Set up a backend. expert_ranks: names by rank number. half: enables direct calls.
+        """Set up a backend. half: enables direct calls.
 
         A connected rank without any reply for reply_timeout_s is dropped. Requests wait up to
         recovery_timeout_s for a lost rank.
@@ -89,33 +83,29 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._clock = clock
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
         self._last_reply_s: dict[str, float] = {}  # by expert rank
-        self._on_device: DeviceDispatch | None = None  # made for the first rows on a device
-        self._placement_client = placement_client
+        self._source = source
         self._half = half
-        self._decoder: RemoteLayerDecoder | None = None
-        if placement_client is None:
-            self._use(Topology(0, placement, tuple(expert_ranks)))
-        else:
-            self._use(placement_client.topology)
-        self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
         self._sample = sample
-        self._counts = counts or DispatchCounts(len(expert_ranks))
-        self._prefetcher = make_prefetcher(predictor, self._hint)
+        self._counts = counts or DispatchCounts(len(source.topology.experts))
+        self._packets = PacketPlanner(self._counts, sample, clock)
+        self._decoder: RemoteLayerDecoder | None = None
+        self._use(source.topology)
+        self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+        self._prefetcher = ExpertPrefetcher(predictor, self._hint)
 
     def _use(self, topology: Topology) -> None:
         self._topology = topology
         self._rank_of = {name: rank for rank, name in enumerate(topology.experts)}
         if self._decoder is not None:
             self._decoder.use(topology)
-        if self._on_device is not None:
-            self._on_device.forget_placements()
+        self._packets.forget_placements()
 
     def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
         half = self._half
         if half is None or self._prefetcher.is_enabled or not RemoteLayerDecoder.supports(half):
             return None
         parts = DirectCalls(
-            self._endpoint, half, self._counts, self._timeline, self._sample, self._placement_client
+            self._endpoint, half, self._counts, self._timeline, self._sample, self._source
         )
         self._decoder = RemoteLayerDecoder(parts, kv, self._topology)
         return self._decoder
@@ -132,11 +122,11 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         """Send one A2E packet per token group and expert rank with work in it."""
         routed = self._prefetcher.select_routing(key, routed)
         placed = self._topology.slots.layer(key.layer)
-        slices = self._slices(key, routed, plan, placed)
-        client = self._placement_client
-        present = 0 if client is None else client.begin_layer()
+        groups = token_group_bounds(len(routed.topk_ids_TK), plan.r2)
+        slices = self._packets.plan(key, routed, groups, placed)
+        generation, present = self._topology.generation, self._source.begin_layer()
         pending = self._pending[key.owner] = RemotePending(
-            key, routed.x_TD, slices, placed, self._topology.generation, present
+            key, routed.x_TD, slices, placed, generation, present
         )
         try:
             self._send(pending, slices)
@@ -146,28 +136,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._prefetcher.predict_next(key, hidden_TD, routed)  # while the experts run
         return pending
 
-    def _slices(
-        self, key: TaskKey, routed: RoutedTokens, plan: Plan, placed: LayerSlots
-    ) -> Sequence[Piece]:
-        """Return the packets of a layer, planned where the rows are."""
-        x_TD, topk_ids_TK = routed.x_TD, routed.topk_ids_TK
-        tokens = len(topk_ids_TK)
-        groups = token_group_bounds(tokens, plan.r2)
-        if runs_on_device(x_TD.device):
-            if self._on_device is None:
-                self._on_device = DeviceDispatch(
-                    x_TD.device, self._counts, self._sample, self._clock
-                )
-            return self._on_device.plan(key, routed, groups, placed)
-        ids_TK = topk_ids_TK.numpy()
-        if self._sample is not None:
-            self._sample.routed(key.owner, ids_TK)
-        slices = plan_dispatch(ids_TK, routed.topk_weights_TK.numpy(), groups, placed)
-        self._counts.add(key.layer, tokens, slices, placed)
-        return slices
-
     def _send(self, pending: RemotePending, slices: Sequence[Piece]) -> None:
-        """Send slices; hold those of lost ranks."""
         for piece in slices:
             pending.sent_s = self._clock()
             if piece.rank in self._topology.unreachable:
@@ -176,7 +145,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             try:
                 self._send_slice(pending.key, piece, pending.x_TD, pending.sent_s)
             except PeerError:  # `poll` reports it
-                if self._placement_client is None:
+                if not self._source.replaces:
                     raise
                 pending.hold(piece)
 
@@ -213,20 +182,10 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             there_n = (slots_n >= low) & (slots_n < high)
             if there_n.any():
                 local_n = (slots_n[there_n] - low).astype(np.int32)
+                header = self._header(PacketKind.HINT, key, layer, 0, self._clock())
+                hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n[there_n])]
                 with suppress(ChannelError):
-                    self._send_hint(key, layer, rank, local_n, confidence_n[there_n])
-
-    def _send_hint(
-        self,
-        key: TaskKey,
-        layer: int,
-        rank: int,
-        local_n: NDArray[np.int32],
-        confidence_n: NDArray[np.float32],
-    ) -> None:
-        header = self._header(PacketKind.HINT, key, layer, 0, self._clock())
-        hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n)]
-        send_tensors(self._endpoint, self._topology.experts[rank], header, hint)
+                    send_tensors(self._endpoint, self._topology.experts[rank], header, hint)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0 or idle:
@@ -241,34 +200,28 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             self._take(channel_events)
         elif self._pending:
             self._check_replies()
-        if self._on_device is not None:
-            self._on_device.poll()
-        if self._placement_client is not None:
-            self._refresh_topology(self._placement_client)
+        self._packets.poll()
+        self._refresh_topology()
         return bool(channel_events)
 
     def _take(self, channel_events: Sequence[ChannelEvent]) -> None:
-        """Process channel events. Without a placement client, raise the first loss of a rank."""
+        """Process channel events. Raise the first loss of a rank that is not replaced."""
         lost: PeerError | None = None
-        client = self._placement_client
         for channel_event in channel_events:
             if isinstance(channel_event, Packet):
                 self._take_packet(channel_event)
-            elif client is None and channel_event.peer not in self._rank_of:
-                continue
             elif isinstance(channel_event, PeerJoined):
                 self._last_reply_s[channel_event.peer] = self._clock()
-                if client is not None:
-                    client.add_peer(channel_event.peer)
-            elif client is None:
+                self._source.add_peer(channel_event.peer)
+            elif self._source.replaces:
+                self._lose(channel_event)
+            elif channel_event.peer in self._rank_of:
                 lost = lost or channel_event.error
-            else:
-                self._lose(client, channel_event)
         if lost is not None:
             raise lost
 
-    def _lose(self, client: TopologySource, lost: PeerLost) -> None:
-        client.remove_peer(lost)
+    def _lose(self, lost: PeerLost) -> None:
+        self._source.remove_peer(lost)
         rank = self._rank_of.get(lost.peer)  # None: no generation has used it yet
         if rank is not None:
             for pending in self._pending.values():
@@ -278,8 +231,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         header = packet.header
         pending = self._pending.get((header.batch, header.micro_batch))
         if pending is None or header.kind is not PacketKind.E2A:
-            if self._placement_client is not None:
-                self._placement_client.handle(packet)
+            self._source.handle(packet)
             packet.release()  # a control packet, or the answer to a failed batch
             return
         pending.replies[header.token_group, self._rank_of[packet.peer]] = packet
@@ -287,17 +239,17 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._last_reply_s[packet.peer] = packet.arrived_s
         self._timeline.add(transfer_span(packet, self._endpoint.name))
 
-    def _refresh_topology(self, client: TopologySource) -> None:
+    def _refresh_topology(self) -> None:
         """Use the latest topology for new layers; send held slices again."""
-        client.poll()
-        if client.topology is not self._topology:
-            self._use(client.topology)
+        self._source.poll()
+        if self._source.topology is not self._topology:
+            self._use(self._source.topology)
             for pending in list(self._pending.values()):
                 if pending.waits:
                     placed = self._topology.slots.layer(pending.key.layer)
                     self._send(pending, pending.cut(placed, self._topology.generation))
         if self._topology.has_unused:
-            client.release_unused({used for p in self._pending.values() for used in p.in_use})
+            self._source.release_unused({used for p in self._pending.values() for used in p.in_use})
         if self._topology.unreachable and any(p.waits for p in self._pending.values()):
             self._check_recovery()
 
@@ -313,7 +265,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         )
 
     def _check_replies(self) -> None:
-        """Drop connected ranks without replies; without a placement client, raise PeerHungError."""
+        """Drop connected ranks without replies; raise PeerHungError if they are not replaced."""
         now_s = self._clock()
         for pending in self._pending.values():
             if not pending.missing or now_s - pending.sent_s < self._reply_timeout_s:
@@ -327,7 +279,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
                     f"(channel.reply_timeout_s): batch {pending.key.batch} waits at layer "
                     f"{pending.key.layer}"
                 )
-                if self._placement_client is None:
+                if not self._source.replaces:
                     raise PeerHungError(reason, peer)
                 self._endpoint.drop(peer, reason)
 
@@ -359,8 +311,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
 
     def _forget(self, pending: RemotePending) -> None:
         del self._pending[pending.key.owner]
-        if self._placement_client is not None:
-            self._placement_client.end_layer(pending.present)
+        self._source.end_layer(pending.present)
 
 
 def _rounded(hidden_TD: Tensor, total_TD: Tensor) -> Steps[None]:

@@ -7,6 +7,7 @@ token costs only `prepare`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +26,14 @@ MicroBatchId = tuple[int, int]
 """Batch, micro-batch."""
 
 
+@dataclass(slots=True, eq=False)
 class _SampledBatch:
     """Sampled rows of a micro-batch in flight. rows: [P]; ids: [P, 2]; paths: [P, L, K]."""
 
-    __slots__ = ("ids", "layers", "paths", "rows")
-
-    def __init__(
-        self, rows: NDArray[np.int64], ids: NDArray[np.int32], paths: RoutingPaths
-    ) -> None:
-        self.rows, self.ids, self.paths, self.layers = rows, ids, paths, 0
+    rows: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    paths: RoutingPaths
+    layers: int = 0  # that it has passed
 
 
 class RoutingSample:
@@ -58,11 +58,6 @@ class RoutingSample:
         self._under_way: dict[MicroBatchId, _SampledBatch] = {}
         self._ended: list[_SampledBatch] = []
 
-    @property
-    def under_way(self) -> int:
-        """Number of micro-batches with a sampled token."""
-        return len(self._under_way)
-
     def prepare(self, owner: MicroBatchId, chunks: Sequence[Chunk]) -> None:
         """Select rows of a micro-batch that is about to run with these chunks."""
         now_s = self._clock()
@@ -81,7 +76,6 @@ class RoutingSample:
             del self._under_way[next(iter(self._under_way))]
 
     def follows(self, owner: MicroBatchId) -> bool:
-        """Return whether tokens of the micro-batch are sampled."""
         return owner in self._under_way
 
     def routed(self, owner: MicroBatchId, topk_ids_TK: NDArray[np.int64]) -> None:

@@ -91,7 +91,6 @@ def expert_cache(
 
 
 def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
-    """Register the metrics of the cache."""
     traffic = cache.traffic
     telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
     for cause in traffic.read_bytes:

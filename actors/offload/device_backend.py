@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.prefetcher import PendingPrediction, make_prefetcher
+from actors.moe.prefetcher import ExpertPrefetcher, PendingPrediction
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
@@ -80,7 +80,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         self._name, self._half, self._held = name, half, held
         self._cache, self._lane = held.cache, held.lane
         self._timeline, self._clock, self._deadline_s = timeline, clock, deadline_s
-        self._prefetcher = make_prefetcher(predictor, self._hint, self._cache.forget_hints)
+        self._prefetcher = ExpertPrefetcher(predictor, self._hint, self._cache.forget_hints)
         self._pending: list[DevicePending] = []
         self._woken = threading.Event()
 
@@ -233,7 +233,7 @@ class CachedBackend(ExpertBackend[CachedPending]):
         clock: Clock,
         predictor: ExpertPredictor | None = None,
     ) -> None:
-        self._prefetcher = make_prefetcher(predictor, self._hint, cache.forget_hints)
+        self._prefetcher = ExpertPrefetcher(predictor, self._hint, cache.forget_hints)
         self._name = name
         self._cache = cache
         self._timeline = timeline

@@ -51,7 +51,6 @@ RETRY_S = 1.0
 MAX_OUTSTANDING = 2  # requests; further ones are queued, at most as many, the latest first
 MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while more is unsent
-# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(FromPlanner).decode
 
 Report = (
@@ -84,17 +83,6 @@ class KnownPlan(NamedTuple):
         return self.answer.trial if self.is_trial else self.answer.plan
 
 
-def rank_link(
-    spec: RankSpec, address: str, clock: Clock, callbacks: PlacementCallbacks | None = None
-) -> PlannerLink:
-    """Return the link of a rank to its planner."""
-    identity = Identity(name=spec.name, token=spec.token, epoch=None)
-    timeout_s = spec.config.planner.answer_timeout_s
-    return PlannerLink(
-        identity, address, answer_timeout_s=timeout_s, clock=clock, placement_callbacks=callbacks
-    )
-
-
 class _PendingQuery(NamedTuple):
     bucket: BatchBucket
     batch: Batch
@@ -102,22 +90,19 @@ class _PendingQuery(NamedTuple):
 
 
 class PlannerLink:
-    """plans: by bucket, for any thread. cold: why the last request got no plan, or empty."""
+    """Link of a rank to its planner, without effect until `join`.
+
+    plans: by bucket, for any thread. cold: why the last request got no plan, or empty.
+    """
 
     def __init__(
-        self,
-        identity: Identity,
-        address: str,
-        *,
-        answer_timeout_s: float,
-        clock: Clock,
-        placement_callbacks: PlacementCallbacks | None = None,
+        self, spec: RankSpec, clock: Clock, placement_callbacks: PlacementCallbacks | None = None
     ) -> None:
         self.plans: dict[BatchBucket, KnownPlan] = {}
         self.cold = ""
-        self._identity = identity
-        self._address = address
-        self._answer_timeout_s = answer_timeout_s
+        self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
+        self._address = ""
+        self._answer_timeout_s = spec.config.planner.answer_timeout_s
         self._clock = clock
         self._placement = placement_callbacks
         self._version = 0
@@ -128,24 +113,31 @@ class PlannerLink:
         self._queued: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
         self._writer: asyncio.StreamWriter | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._run, name=f"{identity.name}-planner", daemon=True
-        )
-        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop
+        self._thread = threading.Thread(target=self._run, name=f"{spec.name}-planner", daemon=True)
+
+    @property
+    def is_joined(self) -> bool:
+        """True once there is a planner, reachable or not."""
+        return bool(self._address)
+
+    def join(self, address: str) -> None:
+        """Connect to the planner at this address from now on, and again whenever it is lost."""
+        if self.is_joined:
+            self._call(self._reconnect, address)
+        else:
+            self._loop, self._address = asyncio.new_event_loop(), address
+            self._thread.start()
 
     def request_plan(self, batch: Batch) -> None:
         """Request the plan of such a batch; newer requests go first."""
-        self._queued.append(batch)
-        self._call(self._send_queued)
+        if self.is_joined:
+            self._queued.append(batch)
+            self._call(self._send_queued)
 
     def report(self, make: MakeReport) -> None:
         """Run `make` on the link's thread and send what it returns."""
         self._call(self._send_report, make)
-
-    def reconnect(self, address: str) -> None:
-        """Use the planner at this address from now on; without effect if unchanged."""
-        self._call(self._reconnect, address)
 
     def is_stale(self, known: KnownPlan) -> bool:
         """Return True if the planner's models have changed since the response."""
@@ -153,6 +145,8 @@ class PlannerLink:
 
     def unavailable_reason(self) -> NoPlanReason | None:
         """Return why no response can be expected now; None if one can."""
+        if not self.is_joined:
+            return NoPlanReason.OFF
         if self._writer is None:
             return NoPlanReason.LOST if self._has_tried else NoPlanReason.JOINING
         oldest_s = self._oldest_sent_s
@@ -161,12 +155,13 @@ class PlannerLink:
         return NoPlanReason.COLD if self.cold else None
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._call(self._cancel)
-        self._thread.join(STOP_DEADLINE_S)
+        if self.is_joined and not self._loop.is_closed():
+            self._call(self._cancel)
+            self._thread.join(STOP_DEADLINE_S)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self.is_joined:
+            return
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

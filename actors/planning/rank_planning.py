@@ -10,13 +10,14 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import Observer
 from actors.engine.micro_batch import cut_batch
-from actors.planning.planner_link import KnownPlan, PlannerLink, rank_link
+from actors.planning.planner_link import KnownPlan, PlannerLink
 from actors.planning.stage_report import (
     SpanRecorder,
     makespan_ms,
@@ -34,7 +35,6 @@ from contracts.planner_messages import (
     BatchReport,
     NoPlanReason,
     PlanSource,
-    RoutingSampleReport,
     TrafficReport,
 )
 from contracts.ranks import RankSpec
@@ -73,7 +73,7 @@ class RankPlanning(Observer):
         self._upcoming_changed = False
         self._clock = clock
         self._telemetry = telemetry
-        self._link: PlannerLink | None = None
+        self.link = PlannerLink(spec, clock)
         self._pinned: Plan | None = None
         self._recorder = SpanRecorder()
         self._reported_s = clock()
@@ -87,36 +87,18 @@ class RankPlanning(Observer):
     @property
     def state(self) -> str:
         """ "ready", or why no plan of the planner can be expected."""
-        if self._link is None:
-            return NoPlanReason.OFF
-        unavailable_reason = self._link.unavailable_reason()
+        unavailable_reason = self.link.unavailable_reason()
         return (
-            f"cold: {self._link.cold}"
+            f"cold: {self.link.cold}"
             if unavailable_reason is NoPlanReason.COLD
             else unavailable_reason or READY
         )
-
-    def join(self, address: str) -> None:
-        """Connect to the planner in the background, and again whenever it is lost or has moved."""
-        if self._link is not None:
-            self._link.reconnect(address)
-            return
-        self._link = rank_link(self._spec, address, self._clock)
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
 
     def pin(self, plan: Plan | None) -> None:
         self._pinned = plan
 
     def observe(self, span: Recorded) -> None:
         self._recorder.observe(span)
-
-    def report_routing(self, make: Callable[[], RoutingSampleReport]) -> None:
-        """Send a report from the link's thread, if there is a planner."""
-        if self._link is not None:
-            self._link.report(make)
 
     def choose(self, batch: ScheduledBatch) -> Plan:
         """Return the plan of a batch: pinned, from the planner, or the default."""
@@ -148,12 +130,12 @@ class RankPlanning(Observer):
 
     def request_upcoming(self) -> None:
         """Request plans of the batches that may come next, unless known."""
-        if self._link is None or self._pinned is not None:
+        if not self.link.is_joined or self._pinned is not None:
             return
         for upcoming in self._upcoming():
-            known = self._link.plans.get(bucket_of(upcoming))
-            if known is None or self._link.is_stale(known):
-                self._link.request_plan(upcoming)
+            known = self.link.plans.get(bucket_of(upcoming))
+            if known is None or self.link.is_stale(known):
+                self.link.request_plan(upcoming)
 
     def completed(self, batch: ScheduledBatch) -> None:
         running = self._running.pop(batch.number, None)
@@ -161,15 +143,15 @@ class RankPlanning(Observer):
         if running is not None and running.since_s is not None:
             running.duration_ms = 1e3 * (self._ended_s - running.since_s)
         traffic = self._traffic.add(batch)
-        if self._link is not None and traffic is not None:
-            self._link.report(lambda: traffic)
+        if traffic is not None:
+            self.link.report(lambda: traffic)
         if self._recorded_batch != batch.number:
             return
         self._recorded_batch, spans = None, self._recorder.end()
         if running is not None and running.known is not None and running.known.is_trial:
             self._count_trial(running.known)
-        if self._link is not None and running is not None and spans:
-            self._link.report(lambda: self._report(running, list(spans_of(spans))))
+        if running is not None and spans:
+            self.link.report(lambda: self._report(running, list(spans_of(spans))))
 
     def dropped(self, batch: ScheduledBatch) -> None:
         self._running.pop(batch.number, None)
@@ -184,9 +166,7 @@ class RankPlanning(Observer):
         self, batch: Batch
     ) -> tuple[Plan | None, KnownPlan | None, NoPlanReason | None]:
         """Return (plan, its response, why there is no plan)."""
-        link = self._link
-        if link is None:
-            return None, None, NoPlanReason.OFF
+        link = self.link
         known = link.plans.get(bucket_of(batch))
         if known is None or link.is_stale(known):
             link.request_plan(batch)
@@ -216,7 +196,6 @@ class RankPlanning(Observer):
         self._trials[rows] = version, count + 1 if version == before else 1
 
     def _log_state(self, state: str) -> None:
-        """Log a change of the planner's state once."""
         if state != self._logged_state:
             self._logged_state = state
             level = (
@@ -236,7 +215,7 @@ class RankPlanning(Observer):
             return
         config, now_s = self._spec.config.planner, self._clock()
         is_due = is_trial or now_s - self._reported_s >= config.report_interval_s
-        if self._link is not None and config.refit and is_due:
+        if self.link.is_joined and config.refit and is_due:
             self._reported_s, self._recorded_batch = now_s, batch.number
             self._recorder.begin()
 
@@ -260,22 +239,18 @@ class RankPlanning(Observer):
         )
 
 
+@dataclass(slots=True, eq=False)
 class _RunningBatch:
     """A batch in flight and the source of its plan.
 
     since_s: when its sequences began to wait only for it, or None. duration_ms: since then, or 0.
     """
 
-    __slots__ = ("batch", "duration_ms", "known", "plan", "since_s")
-
-    def __init__(
-        self, batch: ScheduledBatch, plan: Plan, known: KnownPlan | None, since_s: float | None
-    ) -> None:
-        self.batch = batch
-        self.plan = plan
-        self.known = known
-        self.since_s = since_s
-        self.duration_ms = 0.0
+    batch: ScheduledBatch
+    plan: Plan
+    known: KnownPlan | None
+    since_s: float | None
+    duration_ms: float = 0.0
 
 
 def new_tokens(batch: ScheduledBatch) -> Batch:
@@ -297,36 +272,25 @@ class TrafficCounter:
 
     def __init__(self, rank: str, pool_tokens: int, clock: Clock) -> None:
         self._rank, self._pool_tokens, self._clock = rank, pool_tokens, clock
-        self._reset()
+        self._start_s = clock()
+        self._counts: Counter[str] = Counter()
 
     def add(self, batch: ScheduledBatch) -> TrafficReport | None:
         """Count a completed batch; return a report every REPORT_S."""
         for chunk in batch.chunks:
             new = chunk.stop - chunk.start
             if new == 1:
-                self._decode_tokens += 1
-                self._positions += chunk.start
+                self._counts["decode_tokens"] += 1
+                self._counts["positions"] += chunk.start
             else:
-                self._prompts += 1
-                self._prompt_tokens += new
-                self._starts += chunk.start
+                self._counts["prompts"] += 1
+                self._counts["prompt_tokens"] += new
+                self._counts["starts"] += chunk.start
         seconds = self._clock() - self._start_s
         if seconds < REPORT_S:
             return None
-        report = TrafficReport(
-            rank=self._rank,
-            seconds=seconds,
-            pool_tokens=self._pool_tokens,
-            decode_tokens=self._decode_tokens,
-            positions=self._positions,
-            prompts=self._prompts,
-            prompt_tokens=self._prompt_tokens,
-            starts=self._starts,
+        counts, self._counts = self._counts, Counter()
+        self._start_s += seconds
+        return TrafficReport(
+            rank=self._rank, seconds=seconds, pool_tokens=self._pool_tokens, **counts
         )
-        self._reset()
-        return report
-
-    def _reset(self) -> None:
-        self._start_s = self._clock()
-        self._decode_tokens = self._positions = 0
-        self._prompts = self._prompt_tokens = self._starts = 0

@@ -34,6 +34,7 @@ from actors.channels.ipc import IpcEndpoint, IpcLink
 from actors.channels.link import Link, LinkSockets
 from actors.engine.executor import Executor, ExecutorParts
 from actors.kv.block_manager import BlockManager
+from actors.moe.backend import Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import ResidentExperts
@@ -118,9 +119,8 @@ class StageProbe:
         self._ends = (attention_end, *expert_ends)
         timeline = _span_timeline(self._spans)
         self._counts = DispatchCounts(expert_ranks)
-        backend = RemoteBackend(
-            attention_end, ExpertPlacement(in_order), names, timeline, clock, counts=self._counts
-        )
+        source = TopologySource(Topology(0, ExpertPlacement(in_order), tuple(names)))
+        backend = RemoteBackend(attention_end, source, timeline, clock, counts=self._counts)
         self._blocks = -(-pool_tokens // BLOCK_TOKENS)
         self._finisher = Finisher(half, max_context_tokens=self.spec.max_context_tokens)
         self._computes_logits = False
@@ -268,7 +268,6 @@ class StageProbe:
         return made
 
     def _submits(self, lengths: Sequence[int], seed: int) -> list[Submit]:
-        """Return requests of random tokens."""
         generator = torch.Generator().manual_seed(seed)
         return [
             Submit(
@@ -374,7 +373,6 @@ class ExpertTask(NamedTuple):
 
 
 def _span_timeline(spans: list[TaskSpan]) -> Timeline:
-    """Return a timeline that adds to `spans` only."""
     return Timeline(0, lambda recorded: spans.extend(spans_of([recorded])))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from actors.batching.batch_builder import ScheduledBatch
-from actors.batching.decode_coalescing import DueTimes
+from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
@@ -27,7 +27,6 @@ from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
     block_manager,
-    decode_coalescer,
     load_half,
     prepare_process,
     serving_pool,
@@ -101,13 +100,15 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     )  # fmt: skip
     priorities = Priorities(config.priority, telemetry, spec.name)
     due_times = DueTimes(config.priority, monotonic_s)
-    coalescer = decode_coalescer(config.priority, scheduler, config.schedule.max_batch_sequences)
+    coalescer = DecodeCoalescer(
+        config.priority, scheduler, monotonic_s, config.schedule.max_batch_sequences
+    )
     preempting = coalesce_decodes(coalescer.slack_s, coalescer.free_places)
     by_default = preempting if config.priority.preempt else one_at_a_time
 
     def close() -> None:
         try:
-            planning.close()
+            planning.link.close()
         finally:
             endpoint.close()
 
@@ -132,12 +133,11 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         batching=batching or priorities.batching(by_default),
     )
     joining = PeerConnector(endpoint, config.channel.heartbeat_timeout_s)
-    hooks = RankHooks(joining, planning.join, planning.pin)
+    hooks = RankHooks(joining, planning.link.join, planning.pin)
     return serving_rank(spec, served, serving, recorded, hooks)
 
 
 def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchSelection]:
-    """Return the batches that may be formed next."""
     apart = config.preempt and all(map(scheduler.count, Priority))
     return SEPARATE_BATCHES if apart else (ALL,)
 
@@ -148,7 +148,7 @@ def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> Routing
     if placing.rebalance == "off" and placing.record is None:
         return None
     shape = len(model.moe_layers), model.top_k
-    send = planning.report_routing
+    send = planning.link.report
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
 
 
@@ -159,7 +159,6 @@ def _experts(
     recorded: Recording,
     sample: RoutingSample | None,
 ) -> tuple[RemoteBackend, PlacementClient]:
-    """Return the expert backend and its placement client."""
     model, config = half.spec, spec.config
     client = PlacementClient(
         endpoint,
@@ -175,15 +174,13 @@ def _experts(
     predicts = config.experts.is_bounded and not runs_on_device(half.device)
     backend = RemoteBackend(
         endpoint,
-        client.slots,
-        client.experts,
+        client,
         recorded.timeline,
         monotonic_s,
         reply_timeout_s=config.channel.reply_timeout_s,
         recovery_timeout_s=config.groups.recovery_timeout_s,
         predictor=predictor(spec, half) if predicts else None,
         sample=sample,
-        placement_client=client,
         counts=counts,
         half=half,
     )

@@ -7,7 +7,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import device_cache, expert_cache
-from actors.planning.planner_link import PlacementCallbacks, PlannerLink, rank_link
+from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import Priorities, prepare_process
@@ -27,7 +27,7 @@ from actors.rebalance.expert_rebalancer import ExpertRebalancer
 from actors.telemetry.telemetry import RankMetrics, Recorded
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.placement import PlacementState, PlacementUpdate
+from contracts.placement import Placement, PlacementState, PlacementUpdate
 from contracts.planner_messages import CurrentPlacement, MoveOutcome, PlacementReport
 from contracts.ranks import DRAINED, RankReady, RankSpec
 from kernels.device import runs_on_device
@@ -83,7 +83,7 @@ class HeldExperts(NamedTuple):
     """The rank's experts and their rebalancer."""
 
     experts: RankExperts
-    rebalancer: ExpertRebalancer[Any]
+    rebalancer: ExpertRebalancer
 
     def close(self) -> None:
         """Close all parts. May be called twice."""
@@ -104,23 +104,21 @@ def _load_experts(
 
     def rebalance(
         store: ResidentExperts | CachedExperts,
-        loader: ExpertLoader[Any],
-        urgent_loader: ExpertLoader[Any],
-    ) -> ExpertRebalancer[Any]:
-        deadline_s = spec.config.placement.move_timeout_s
-        made: ExpertRebalancer[Any] = ExpertRebalancer(
+        loader: ExpertLoader,
+        urgent_loader: ExpertLoader,
+    ) -> ExpertRebalancer:
+        reports.rebalancer = ExpertRebalancer(
             endpoint,
             spec.placement,
             store,
             loader,
             urgent_loader,
-            deadline_s=deadline_s,
+            deadline_s=spec.config.placement.move_timeout_s,
             clock=monotonic_s,
             report=reports.report_outcome,
             settled=reports.report_placement,
         )
-        reports.rebalancer = made
-        return made
+        return reports.rebalancer
 
     if spec.config.experts.is_bounded:
         known = own if any(own.values()) else None  # a rank added later: any expert
@@ -157,7 +155,7 @@ def _load_experts(
     return HeldExperts(resident, rebalance(resident, loader, urgent_loader))
 
 
-def _register_metrics(rebalancer: ExpertRebalancer[Any], name: str, telemetry: RankMetrics) -> None:
+def _register_metrics(rebalancer: ExpertRebalancer, name: str, telemetry: RankMetrics) -> None:
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: rebalancer.placement.generation)
     for outcome in MoveOutcome:
         of = partial(rebalancer.outcomes.counts.__getitem__, outcome)
@@ -169,48 +167,40 @@ def _register_metrics(rebalancer: ExpertRebalancer[Any], name: str, telemetry: R
 class ExpertReports:
     """Reports expert calls and outcomes of proposals to the planner."""
 
-    rebalancer: ExpertRebalancer[Any]
+    rebalancer: ExpertRebalancer
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._link: PlannerLink | None = None
+        callbacks = PlacementCallbacks(self._current, self._propose)
+        self.link = PlannerLink(spec, monotonic_s, callbacks)
         self._recorder: ExpertRecorder | None = None
 
     def join(self, address: str) -> None:
         """Connect to the planner at this address from now on."""
-        if self._link is not None:
-            self._link.reconnect(address)
-            return
+        self.link.join(address)
         planner = self._spec.config.planner
-        callbacks = PlacementCallbacks(self._current, self.rebalancer.propose)
-        self._link = rank_link(self._spec, address, monotonic_s, callbacks)
-        if planner.refit:
+        if planner.refit and self._recorder is None:
             self._recorder = ExpertRecorder(
-                self._spec.name, planner.report_interval_s, self._link.report
+                self._spec.name, planner.report_interval_s, self.link.report
             )
 
     def report_outcome(self, outcome: PlacementReport) -> None:
-        if self._link is not None:
-            self._link.report(lambda: outcome)
+        self.link.report(lambda: outcome)
 
     def report_placement(self) -> None:
         """Report a placement, which the launcher may have changed."""
-        if self._link is not None:
-            self._link.report(self._current)
-
-    def _current(self) -> CurrentPlacement:
-        rebalancer = self.rebalancer
-        return CurrentPlacement(
-            rank=self._spec.name, placement=rebalancer.placement, newest=rebalancer.newest
-        )
+        self.link.report(self._current)
 
     def observe(self, span: Recorded) -> None:
         if self._recorder is not None:
             self._recorder.observe(span)
 
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+    def _propose(self, placement: Placement) -> None:
+        self.rebalancer.propose(placement)
+
+    def _current(self) -> CurrentPlacement:
+        placement, newest = self.rebalancer.placement, self.rebalancer.generations.newest
+        return CurrentPlacement(rank=self._spec.name, placement=placement, newest=newest)
 
 
 class ExpertLoop(RankLoop):
@@ -258,7 +248,7 @@ class ExpertLoop(RankLoop):
 
     def close(self) -> None:
         try:
-            self._reports.close()
+            self._reports.link.close()
             self.server.close()
             self.held.close()
         finally:
@@ -281,7 +271,7 @@ class ExpertLoop(RankLoop):
             "placement": {
                 "generation": rebalancer.placement.generation,
                 "ranks": rebalancer.placement.ranks,
-                "experts": rebalancer.experts,
+                "experts": rebalancer.store.count,
                 **outcomes,
                 "loaded_bytes": rebalancer.outcomes.loaded_bytes,
                 "load_s": rebalancer.outcomes.load_s,
@@ -289,6 +279,6 @@ class ExpertLoop(RankLoop):
         }
 
     def notes(self) -> dict[str, str]:
-        under_way = self.held.rebalancer.under_way
+        under_way = self.held.rebalancer.generations.under_way
         notes = {} if under_way is None else {"placement": f"generation {under_way} is pending"}
         return notes | ({"leaving": DRAINED} if self.drained.is_set() else {})

@@ -61,7 +61,6 @@ log = logging.getLogger("tandem.planner")
 
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is disconnected beyond this
-# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(ToPlanner).decode
 
 

@@ -34,7 +34,6 @@ from actors.ranks.serving_rank import (
     Priorities,
     ServedModel,
     block_manager,
-    decode_coalescer,
     load_half,
     prefill_limits,
     prepare_process,
@@ -110,7 +109,9 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     backend = supply.backend(half)
     parts = ExecutorParts(spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s)
     priorities = Priorities(config.priority, telemetry, spec.name)
-    coalescer = decode_coalescer(config.priority, scheduler, schedule.max_batch_sequences)
+    coalescer = DecodeCoalescer(
+        config.priority, scheduler, monotonic_s, schedule.max_batch_sequences
+    )
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
@@ -130,7 +131,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         batching=batching
         or priorities.batching(_batching(spec.name, backend, config.priority, coalescer)),
     )
-    hooks = RankHooks(lambda addresses: _connect(spec.name, supply, addresses))
+    hooks = RankHooks(supply.connect)
     return serving_rank(spec, served, serving, recorded, hooks, channel_address=supply.address)
 
 
@@ -206,11 +207,6 @@ def _pool(
     except ResourceError:
         supply.close()
         raise
-
-
-def _connect(name: str, supply: ExpertSupply, addresses: dict[str, str]) -> None:
-    """Connect to the other prefill workers; repeated when one is replaced."""
-    supply.connect({peer: at for peer, at in addresses.items() if peer != name})
 
 
 class ReferencePass(Observer):

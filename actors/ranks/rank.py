@@ -23,7 +23,6 @@ from actors.telemetry.telemetry import (
     Recorded,
     Telemetry,
     Timeline,
-    channel_bytes,
 )
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
@@ -253,9 +252,10 @@ class Recording(NamedTuple):
 
     def sections(self) -> dict[str, dict[str, float]]:
         """exposed_s: time in which the rank waited while a payload for it was in transit."""
+        sent, received = self.bytes_moved()
         return {
             "stage_s": dict(self.timeline.stage_seconds),
-            "channel_bytes": channel_bytes(self.bytes_moved()),
+            "channel_bytes": {"sent": sent, "received": received},
             "totals": {"exposed_s": self.timeline.exposed_s},
         }
 
@@ -326,7 +326,6 @@ class Rank:
             self.loop.drained.set()
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Return True if the rank was drained in time."""
         return self.loop.drained.wait(timeout_s)
 
     def status(self) -> RankStatus:
@@ -348,7 +347,6 @@ class Rank:
         )
 
     def metrics(self) -> str:
-        """Return the Prometheus text."""
         return self._telemetry.exposition()
 
     def export_metrics(self) -> str:
@@ -361,12 +359,7 @@ class Rank:
         return self._exporter.open(config.metrics.host or self.spec.host)
 
     def spans(self) -> list[TaskSpan]:
-        """Return the latest task spans."""
         return [] if self._recording is None else self._recording.timeline.spans()
-
-    def clock_s(self) -> float:
-        """Return the rank's clock."""
-        return monotonic_s()
 
     def trace(self, since_s: float) -> RankTrace:
         """Return the recorded activity since a time on the rank's clock."""

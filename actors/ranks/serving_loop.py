@@ -51,11 +51,19 @@ CHECK_AFTER_S = 10.0  # idle time before the integrity check
 
 
 class ServingLoop(RankLoop):
-    """Serves clients."""
+    """Serves clients. tokenizer: of grammars."""
 
-    def __init__(self, name: str, intake: Intake, parts: ServingParts) -> None:
-        self._name = name
-        self._clients, self._admission, self._block_tokens, tokenizer = intake
+    def __init__(
+        self,
+        name: str,
+        clients: ClientServer,
+        admission: RankAdmission,
+        tokenizer: LLTokenizer | None,
+        parts: ServingParts,
+        block_tokens: int,
+    ) -> None:
+        self._name, self._block_tokens = name, block_tokens
+        self._clients, self._admission = clients, admission
         self._compiled = threading.Event()  # since batches were last formed
         self._grammars = GrammarMatchers(tokenizer, self._admission.vocabulary, self._on_compiled)
         self._watch = parts.watch
@@ -246,10 +254,11 @@ class ServingLoop(RankLoop):
         if self.scheduler.changes == self._idle_changes and not self._compiled.is_set():
             return
         self._compiled.clear()
-        if self.executor.is_engaged and len(self.scheduler):
+        backend = self.executor.backend
+        if backend.is_engaged and len(self.scheduler):  # requests wait here
             waiting = map(self.scheduler.waiting_of, Priority)
-            self.executor.disengage(sum(work.tokens for work in waiting))
-        while not self.reason and not self.executor.is_engaged:
+            backend.disengage(sum(work.tokens for work in waiting))
+        while not self.reason and not backend.is_engaged:
             batch = self._next_batch()
             if batch is None:
                 self._idle_changes = self.scheduler.changes
@@ -311,15 +320,6 @@ class ServingLoop(RankLoop):
                 )
             self.scheduler.remove(sequence)
         self.send_answers()
-
-
-class Intake(NamedTuple):
-    """Source of sequences, their admission, and the tokenizer of grammars."""
-
-    clients: ClientServer
-    admission: RankAdmission
-    block_tokens: int
-    tokenizer: LLTokenizer | None = None
 
 
 class ServingParts(NamedTuple):

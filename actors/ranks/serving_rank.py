@@ -17,16 +17,14 @@ import torch
 from llguidance import LLTokenizer
 
 from actors.batching.admission import QueueDrain, RankAdmission
-from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.observer import BatchTraces
-from actors.batching.scheduler import Scheduler
 from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
 from actors.kv.block_manager import BlockManager
 from actors.kv.state_slots import StateSlots
 from actors.ranks.activation_pass import activation_bytes, batch_limit
 from actors.ranks.rank import Rank, RankHooks, Recording
-from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
+from actors.ranks.serving_loop import ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
 from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
@@ -263,14 +261,6 @@ class Priorities:
         event(log, "policy_fallback", logging.WARNING, rank=self._rank, reason=reason)
 
 
-def decode_coalescer(
-    config: PriorityConfig, scheduler: Scheduler, max_sequences: int
-) -> DecodeCoalescer:
-    return DecodeCoalescer(
-        scheduler, monotonic_s, tbt_s=config.ls_tbt_s, max_sequences=max_sequences
-    )
-
-
 def set_device_environment() -> None:
     for name, value in DEVICE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -365,8 +355,7 @@ def serving_rank(
     *,
     channel_address: str = "",
 ) -> Rank:
-    """Make the rank and listen to clients."""
-    config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
+    config, blocks = spec.config, parts.scheduler.blocks
     drain = QueueDrain(parts.scheduler, monotonic_s)
     traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
     parts = parts._replace(observers=[*parts.observers, drain, traces])
@@ -375,13 +364,16 @@ def serving_rank(
         spec.name,
         served.vocab_size,
         served.max_context_tokens,
-        pool_blocks * config.kv.block_tokens,
+        blocks.num_blocks * config.kv.block_tokens,
         config.schedule.max_waiting,
         drain.retry_after_s,
     )
-    recording.metrics.read_blocks(lambda: parts.scheduler.blocks.counts)
-    intake = Intake(clients, admission, config.kv.block_tokens, served.tokenizer)
-    loop = ServingLoop(spec.name, intake, parts)
+    recording.metrics.read_each(
+        metrics.KV_BLOCKS, lambda: {(spec.name, state): n for state, n in blocks.counts.items()}
+    )
+    loop = ServingLoop(
+        spec.name, clients, admission, served.tokenizer, parts, config.kv.block_tokens
+    )
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),

@@ -8,6 +8,7 @@ import msgspec
 
 from actors.channels.local_process import own_identity
 from actors.ranks.rank import Rank, on_sigterm
+from contracts.clock import monotonic_s
 from contracts.errors import LaunchError
 from contracts.interpreter import freeze_heap, watch_interpreter
 from contracts.logs import set_up_logging
@@ -84,7 +85,7 @@ class WorkerShell:
         return self._made.spans()
 
     def clock_s(self) -> float:
-        return self._made.clock_s()
+        return monotonic_s()
 
     def trace(self, since_s: float) -> RankTrace:
         return self._made.trace(since_s)
@@ -102,7 +103,6 @@ class WorkerShell:
         self._made.resize(attention_ranks, expert_ranks)
 
     def metrics(self) -> str:
-        """Return the Prometheus text."""
         return self._made.metrics()
 
     def stop(self) -> None:

@@ -138,17 +138,14 @@ class ExpertGenerations:
 
     @property
     def under_way(self) -> int | None:
-        """The generation in transition."""
         return None if self._next is None else self._next.generation
 
     @property
     def newest(self) -> int:
-        """The newest generation known."""
         return max([self._newest, *(peer.aborted_early for peer in list(self._peers.values()))])
 
     @property
     def links(self) -> int:
-        """The number of attention ranks that are linked."""
         return len(self._peers)
 
     @property

@@ -4,9 +4,10 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,34 +31,21 @@ from models.weights.checkpoint import Checkpoint
 from models.weights.loading import Loader
 from planner.placement.slots import check_fits
 
-P = TypeVar("P")
-P_in = TypeVar("P_in", contravariant=True)
 
-
-class LoadResult(NamedTuple, Generic[P]):
-    """Outcome of a load. experts: argument of `GenerationStore.place`; None: failed."""
+class LoadResult(NamedTuple):
+    """Outcome of a load. experts: argument of the store's `place`; None: failed."""
 
     generation: int
-    experts: P | None
+    experts: Any
     reason: str = ""
     loaded_bytes: int = 0
     seconds: float = 0.0
 
 
-class GenerationStore(Protocol[P_in]):
-    """Experts of several generations."""
-
-    @property
-    def count(self) -> int: ...
-
-    def holds(self, generation: int) -> bool: ...
-
-    def place(self, generation: int, experts: P_in) -> None: ...
-
-    def free(self, generation: int) -> None: ...
+LoadHandler = Callable[[LoadResult], None]
 
 
-class ExpertLoader(Generic[P]):
+class ExpertLoader:
     """Loads the experts that a generation adds to this rank, with the defaults of a cache.
 
     urgent: for leases of attention ranks after a loss, without limits.
@@ -88,7 +76,7 @@ class ExpertLoader(Generic[P]):
             return error.message
         return ""
 
-    def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
+    def begin(self, placement: Placement, done: LoadHandler) -> None:
         """Start loading. `done` is called once, on any thread, unless stopped before."""
         raise NotImplementedError
 
@@ -177,16 +165,14 @@ class PacedLoader(Loader):
         self._limiter.acquire(num_bytes)
 
 
-class CachedExpertLoader(ExpertLoader[dict[int, tuple[int, ...]]]):
+class CachedExpertLoader(ExpertLoader):
     """An `ExpertLoader` of `CachedExperts`, which load on demand."""
 
-    def begin(
-        self, placement: Placement, done: Callable[[LoadResult[dict[int, tuple[int, ...]]]], None]
-    ) -> None:
+    def begin(self, placement: Placement, done: LoadHandler) -> None:
         done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
 
-class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
+class ResidentExpertLoader(ExpertLoader):
     """An `ExpertLoader` of `ResidentExperts`."""
 
     def __init__(
@@ -221,13 +207,15 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
             return reason
         return self._too_much(self._lacking(placement))
 
-    def begin(self, placement: Placement, done: Callable[[LoadResult[ExpertHalf]], None]) -> None:
+    def begin(self, placement: Placement, done: LoadHandler) -> None:
         before, self._stopped = self._thread, threading.Event()
-        task = _LoadTask(self, placement, self._stopped)
+        bytes_per_s = math.inf if self._urgent else self._config.bytes_per_s
+        limiter = RateLimiter(bytes_per_s, self._stopped, monotonic_s)
+        nearest = self._store.nearest(placement.experts_of(self._spec.rank))
+        run = partial(self._run, placement, nearest, limiter, before, done)
         name = f"{self._spec.name}-load-experts"
-        run = threading.Thread(target=task.run, args=(before, done), name=name, daemon=True)
-        self._thread = run
-        run.start()
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -236,6 +224,74 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         self.stop()
         if self._thread is not None:
             self._thread.join(_STOP_S)
+
+    # --- on the loading thread
+
+    def _run(
+        self,
+        placement: Placement,
+        nearest: ExpertHalf,
+        limiter: RateLimiter,
+        before: threading.Thread | None,
+        done: LoadHandler,
+    ) -> None:
+        start_s = monotonic_s()
+        half, reason = None, ""
+        try:
+            if not self._urgent:
+                lower_thread_priority()
+            if before is not None:
+                before.join(self._config.move_timeout_s)
+            half = self._load(placement.experts_of(self._spec.rank), nearest, limiter)
+        except StoppedError:
+            return
+        except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
+            detail = error.message if isinstance(error, TandemError) else str(error)
+            reason = f"{self._spec.name} cannot load its experts: {detail}"
+        seconds = monotonic_s() - start_s
+        done(LoadResult(placement.generation, half, reason, limiter.num_bytes, seconds))
+
+    def _load(
+        self, ids_of: Mapping[int, Sequence[int]], nearest: ExpertHalf, limiter: RateLimiter
+    ) -> ExpertHalf:
+        """Return a half of these experts, with those of the nearest one."""
+        keys, device = missing_experts(nearest, ids_of), self._layout.device
+        if not keys:
+            return assemble_half(nearest, ids_of, {})
+        wanted_bytes = len(keys) * self._layout.num_bytes(1)
+        if device.type == "cpu" and wanted_bytes > available_bytes():
+            raise ResourceError(
+                f"{wanted_bytes} bytes of experts exceed the {available_bytes()} bytes of free "
+                "memory: free some on its node, or lower placement.max_move_bytes"
+            )
+        checkpoint = Checkpoint(Path(self._spec.model_folder))
+        self._check_same()
+        storage_format = self._spec.config.experts.storage_format
+        on_device = DeviceCopies(device) if device.type == "cuda" else None
+        loader = PacedLoader(
+            checkpoint, self._layout, limiter, storage_format=storage_format, on_device=on_device
+        )
+        received: dict[ExpertKey, ExpertLayer] = {}
+        try:
+            for key in keys:
+                layer, expert = key
+                spec = self._layout.spec
+                received[key] = load_separately(checkpoint, spec, layer, [expert], loader)
+                checkpoint.release()
+        finally:  # memory is freed, or used by the compute
+            if on_device is not None:
+                on_device.finish(self._config.move_timeout_s)
+        self._check_same()  # the files were not replaced meanwhile
+        return assemble_half(nearest, ids_of, received)
+
+    def _check_same(self) -> None:
+        """Raise CheckpointError if the files have changed: a layer would mix two models."""
+        folder = Path(self._spec.model_folder)
+        if fingerprint(folder) != self._loaded:
+            raise CheckpointError(
+                f"{folder}: the checkpoint was replaced since {self._spec.name} loaded it: put the "
+                "files back (with their times), or restart the group"
+            )
 
     def _free(self, half: ExpertHalf) -> None:
         """Free on a thread: returning thousands of pages to the kernel would delay the loop."""
@@ -254,85 +310,6 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
             f"it loads {wanted_bytes} bytes of experts on {self._spec.name}, "
             f"placement.max_move_bytes={self._config.max_move_bytes}: move them in several steps"
         )
-
-
-class _LoadTask:
-    """One load, on its own thread."""
-
-    def __init__(
-        self, parts: ResidentExpertLoader, placement: Placement, stopped: threading.Event
-    ) -> None:
-        self._spec, self._layout = parts._spec, parts._layout
-        self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
-        self._urgent = parts._urgent
-        self._placement, self._stopped, self._loaded = placement, stopped, parts._loaded
-        self._checkpoint: Checkpoint | None = None
-        device = self._layout.device
-        self._on_device = DeviceCopies(device) if device.type == "cuda" else None
-
-    def run(
-        self, before: threading.Thread | None, done: Callable[[LoadResult[ExpertHalf]], None]
-    ) -> None:
-        start_s, generation = monotonic_s(), self._placement.generation
-        bytes_per_s = math.inf if self._urgent else self._spec.config.placement.bytes_per_s
-        limiter = RateLimiter(bytes_per_s, self._stopped, monotonic_s)
-        half, reason = None, ""
-        try:
-            if not self._urgent:
-                lower_thread_priority()
-            if before is not None:
-                before.join(self._spec.config.placement.move_timeout_s)
-            half = self._load(limiter)
-        except StoppedError:
-            return
-        except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
-            detail = error.message if isinstance(error, TandemError) else str(error)
-            reason = f"{self._spec.name} cannot load its experts: {detail}"
-        seconds = monotonic_s() - start_s
-        done(LoadResult(generation, half, reason, limiter.num_bytes, seconds))
-
-    def _load(self, limiter: RateLimiter) -> ExpertHalf:
-        ids_of = self._placement.experts_of(self._spec.rank)
-        keys = missing_experts(self._half, ids_of)
-        wanted_bytes = len(keys) * self._layout.num_bytes(1)
-        if self._layout.device.type == "cpu" and wanted_bytes > available_bytes():
-            raise ResourceError(
-                f"{wanted_bytes} bytes of experts exceed the {available_bytes()} bytes of free "
-                "memory: free some on its node, or lower placement.max_move_bytes"
-            )
-        try:
-            received = {key: self._load_expert(key, limiter) for key in keys}
-        finally:  # memory is freed, or used by the compute
-            if self._on_device is not None:
-                self._on_device.finish(self._spec.config.placement.move_timeout_s)
-        if self._checkpoint is not None:
-            self._check_same()  # the files were not replaced meanwhile
-        return assemble_half(self._half, ids_of, received)
-
-    def _load_expert(self, key: ExpertKey, limiter: RateLimiter) -> ExpertLayer:
-        if self._checkpoint is None:
-            self._checkpoint = Checkpoint(Path(self._spec.model_folder))
-            self._check_same()
-        loader = PacedLoader(
-            self._checkpoint,
-            self._layout,
-            limiter,
-            storage_format=self._spec.config.experts.storage_format,
-            on_device=self._on_device,
-        )
-        layer, expert = key
-        read = load_separately(self._checkpoint, self._layout.spec, layer, [expert], loader)
-        self._checkpoint.release()
-        return read
-
-    def _check_same(self) -> None:
-        """Raise CheckpointError if the files have changed: a layer would mix two models."""
-        folder = Path(self._spec.model_folder)
-        if fingerprint(folder) != self._loaded:
-            raise CheckpointError(
-                f"{folder}: the checkpoint was replaced since {self._spec.name} loaded it: put the "
-                "files back (with their times), or restart the group"
-            )
 
 
 def lower_thread_priority() -> None:

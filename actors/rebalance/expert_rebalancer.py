@@ -3,11 +3,13 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 from actors.channels.base import Packet, PacketKind
 from actors.channels.endpoint import Endpoint
 from actors.moe.expert_server import PlacementHandler
+from actors.moe.rank_experts import CachedExperts, ResidentExperts
 from actors.rebalance.expert_generations import (
     Action,
     ExpertGenerations,
@@ -16,7 +18,7 @@ from actors.rebalance.expert_generations import (
     PlacementMessage,
     TransitionReport,
 )
-from actors.rebalance.expert_loading import ExpertLoader, GenerationStore, LoadResult
+from actors.rebalance.expert_loading import ExpertLoader, LoadResult
 from actors.rebalance.placement_messages import (
     PlacementLeases,
     PlacementSender,
@@ -43,11 +45,11 @@ class MoveRecorder:
         self.loaded_bytes, self.load_s = 0, 0.0
         self.failures: dict[int, str] = {}
 
-    def add_result(self, result: LoadResult[Any]) -> None:
+    def add_result(self, result: LoadResult) -> None:
         self.loaded_bytes += result.loaded_bytes
         self.load_s += result.seconds
 
-    def record(self, report: TransitionReport, result: LoadResult[Any] | None) -> None:
+    def record(self, report: TransitionReport, result: LoadResult | None) -> None:
         """Record an outcome. result: of the last load."""
         if result is None or result.generation != report.generation:
             result = LoadResult(report.generation, None)
@@ -78,9 +80,6 @@ class MoveRecorder:
         )
 
 
-P = TypeVar("P")
-
-
 class _Proposal(NamedTuple):
     """present: the current placement, if the launcher proposes a resize."""
 
@@ -89,16 +88,16 @@ class _Proposal(NamedTuple):
     within_s: float = 0.0
 
 
-class ExpertRebalancer(PlacementHandler, Generic[P]):
+class ExpertRebalancer(PlacementHandler):
     """A `PlacementHandler`. placement: the newest one that all attention ranks use."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         placement: Placement,
-        store: GenerationStore[P],
-        loader: ExpertLoader[P],
-        urgent_loader: ExpertLoader[P],
+        store: ResidentExperts | CachedExperts,
+        loader: ExpertLoader,
+        urgent_loader: ExpertLoader,
         *,
         deadline_s: float,
         clock: Clock,
@@ -107,35 +106,20 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
     ) -> None:
         """Set up without transitions. urgent_loader: for leases, on which requests wait."""
         self.placement = placement
-        self._endpoint, self._store = endpoint, store
+        self._endpoint, self.store = endpoint, store
         self._loader, self._urgent_loader = loader, urgent_loader
         self._leases = PlacementLeases()
-        self._urgent_results: deque[LoadResult[P]] = deque()
-        self._machine = ExpertGenerations(placement.generation, deadline_s)
+        self._urgent_results: deque[LoadResult] = deque()
+        self.generations = ExpertGenerations(placement.generation, deadline_s)
         self._sender = PlacementSender(endpoint, clock)
         self._clock, self._settled = clock, settled
         self.outcomes = MoveRecorder(endpoint.name, report)
         self._proposed: deque[_Proposal] = deque()
-        self._results: deque[LoadResult[P]] = deque()
+        self._results: deque[LoadResult] = deque()
         self._coming: Placement | None = None
-        self._last: LoadResult[P] | None = None
+        self._last: LoadResult | None = None
         self._freed: list[int] = []
         self._is_draining, self._drained_by = False, set[str]()
-
-    @property
-    def experts(self) -> int:
-        """Number of distinct experts. Thread-safe."""
-        return self._store.count
-
-    @property
-    def newest(self) -> int:
-        """The newest generation known. Thread-safe."""
-        return self._machine.newest
-
-    @property
-    def under_way(self) -> int | None:
-        """The generation in transition. Thread-safe."""
-        return self._machine.under_way
 
     def propose(self, placement: Placement) -> None:
         """Propose a placement. Thread-safe."""
@@ -150,13 +134,13 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
         node, free_bytes = self._loader.room()
         return PlacementState(
             placement=self.placement,
-            newest=self.newest,
-            under_way=self.under_way,
+            newest=self.generations.newest,
+            under_way=self.generations.under_way,
             failures=self.outcomes.failures,
             expert_bytes=self._loader.expert_bytes,
             free_bytes=free_bytes,
             node=node,
-            links=self._machine.links,
+            links=self.generations.links,
         )
 
     def _propose(self, proposed: _Proposal) -> None:
@@ -168,10 +152,10 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
         if header.kind is PacketKind.COMMITTED:
             generation, priority = header.generation, header.priority
             self._do_leases(self._leases.committed(packet.peer, generation, priority))
-            self._do(self._machine.committed(packet.peer, generation, priority))
+            self._do(self.generations.committed(packet.peer, generation, priority))
         elif header.kind is PacketKind.ABORTED:
             reason = reason_of(packet)
-            self._do(self._machine.aborted(packet.peer, header.generation, header.batch, reason))
+            self._do(self.generations.aborted(packet.peer, header.generation, header.batch, reason))
         elif header.kind is PacketKind.ACQUIRE:
             self._acquire_lease(packet)
         elif header.kind is PacketKind.RELEASE:
@@ -201,25 +185,25 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
             self._sender.send(
                 PlacementMessage(peer, PacketKind.DRAINING, self.placement.generation)
             )
-        self._do(self._machine.add_peer(peer))
+        self._do(self.generations.add_peer(peer))
 
     def remove_peer(self, peer: str) -> None:
         self._do_leases(self._leases.remove_peer(peer))
-        self._do(self._machine.remove_peer(peer))
+        self._do(self.generations.remove_peer(peer))
 
     def poll(self) -> Iterable[int]:
         while self._proposed:
             placement, present, within_s = self._proposed.popleft()
-            if present is not None and self._machine.under_way is None:
+            if present is not None and self.generations.under_way is None:
                 self._loader.on_commit(present)
             misfit = self._loader.misfit(placement, resizes=present is not None)
-            self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
+            self._do(self.generations.proposed(placement, self._clock(), misfit, within_s))
         while self._results:
             self._take(self._results.popleft())
         while self._urgent_results:
             self._take_urgent(self._urgent_results.popleft())
         self._adopt()
-        self._do(self._machine.poll(self._clock()))
+        self._do(self.generations.poll(self._clock()))
         self._sender.flush()
         freed, self._freed = self._freed, []
         return freed
@@ -234,7 +218,7 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
         peer = packet.peer
         try:
             placement, attempt = placement_of(packet), attempt_of(packet)
-            resident = self._store.holds(placement.generation)
+            resident = self.store.holds(placement.generation)
             misfit = "" if resident else self._urgent_loader.misfit(placement)
             request = self._leases.acquire(
                 peer, placement, attempt, resident=resident, misfit=misfit
@@ -253,7 +237,7 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
             return
         self._do_leases(left)
 
-    def _take_urgent(self, result: LoadResult[P]) -> None:
+    def _take_urgent(self, result: LoadResult) -> None:
         generation = result.generation
         if generation != self._leases.loading:
             return  # the lease was released
@@ -271,7 +255,7 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
         if result.experts is None:
             self._do_leases(self._leases.failed(generation, result.reason))
             return
-        self._store.place(generation, result.experts)
+        self.store.place(generation, result.experts)
         self._do_leases(self._leases.loaded(generation))
 
     def _do_leases(self, actions: Iterable[Action]) -> None:
@@ -281,50 +265,47 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
                 placed = self._leases.placement(action.generation) if is_there else None
                 self._sender.send(action, placed)
             elif isinstance(action, LoadExperts):
-                self._urgent_loader.begin(action.placement, self._on_urgent_loaded)
+                done = partial(self._on_loaded, self._urgent_results)
+                self._urgent_loader.begin(action.placement, done)
             elif isinstance(action, FreeExperts):
                 self._free_unleased(action.generation)
         self._adopt()
 
-    def _on_urgent_loaded(self, result: LoadResult[P]) -> None:
-        self._urgent_results.append(result)
-        self._endpoint.wake()
-
     def _free_unleased(self, generation: int) -> None:
         """Free a released generation, unless it is proposed or in use."""
-        if not self._store.holds(generation):
+        if not self.store.holds(generation):
             self._urgent_loader.stop()
             return
-        self._do(self._machine.abandon(generation))
-        if generation not in (self._machine.current, self._machine.under_way):
+        self._do(self.generations.abandon(generation))
+        if generation not in (self.generations.current, self.generations.under_way):
             self._free_generation(generation)
 
     def _adopt(self) -> None:
         """Make the generation that attention ranks use here the current one, once committed."""
-        newest = self._leases.newest(self._machine.current)
-        if newest is None or not self._store.holds(newest.generation):
+        newest = self._leases.newest(self.generations.current)
+        if newest is None or not self.store.holds(newest.generation):
             return
-        if self._machine.under_way is None:
+        if self.generations.under_way is None:
             self._coming = newest
-            self._do(self._machine.adopt(newest))
+            self._do(self.generations.adopt(newest))
 
     def _free_generation(self, generation: int) -> None:
-        if self._store.holds(generation):
-            self._store.free(generation)
+        if self.store.holds(generation):
+            self.store.free(generation)
             self._freed.append(generation)
 
     # --- proposals
 
-    def _take(self, result: LoadResult[P]) -> None:
-        if result.generation != self._machine.under_way:
+    def _take(self, result: LoadResult) -> None:
+        if result.generation != self.generations.under_way:
             return  # dropped meanwhile
         self._last = result._replace(experts=None)  # the store keeps the experts
         self.outcomes.add_result(result)
         if result.experts is None:
-            self._do(self._machine.failed(result.generation, result.reason))
+            self._do(self.generations.failed(result.generation, result.reason))
             return
-        self._store.place(result.generation, result.experts)
-        self._do(self._machine.loaded(result.generation))
+        self.store.place(result.generation, result.experts)
+        self._do(self.generations.loaded(result.generation))
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -341,10 +322,10 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
     def _load(self, placement: Placement) -> None:
         self._coming, self._last = placement, None
         event(log, "expert_move_started", rank=self._endpoint.name, generation=placement.generation)
-        self._loader.begin(placement, self._on_loaded)
+        self._loader.begin(placement, partial(self._on_loaded, self._results))
 
-    def _on_loaded(self, result: LoadResult[P]) -> None:
-        self._results.append(result)
+    def _on_loaded(self, results: deque[LoadResult], result: LoadResult) -> None:
+        results.append(result)
         self._endpoint.wake()
 
     def _free(self, generation: int) -> None:

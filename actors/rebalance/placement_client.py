@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Packet, PacketKind, PeerLost
 from actors.channels.endpoint import Endpoint
-from actors.moe.backend import MissingRank, Topology
+from actors.moe.backend import MissingRank, Topology, TopologySource
 from actors.rebalance.expert_generations import PlacementMessage
 from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of
@@ -24,8 +24,10 @@ from planner.placement.slots import ExpertPlacement
 log = logging.getLogger("tandem.experts")
 
 
-class PlacementClient:
-    """A `TopologySource`. switches: of generation. repairs: failovers ("stand_in"), returns."""
+class PlacementClient(TopologySource):
+    """switches: of generation. repairs: failovers ("stand_in"), returns."""
+
+    replaces = True
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class PlacementClient:
         self._sender = PlacementSender(endpoint, clock)
         self._present = frozenset[str]()
         self._changes = -1  # of the membership, in `topology`
-        self.topology = Topology(placement.generation, self.slots, self.experts)
+        super().__init__(Topology(placement.generation, self.slots, self.experts))
         self._name, self._check, self._clock = endpoint.name, check, clock
 
     @property
@@ -54,7 +56,6 @@ class PlacementClient:
 
     @property
     def ranks(self) -> int:
-        """Number of expert ranks of the current generation."""
         return self._generations.current.ranks
 
     @property

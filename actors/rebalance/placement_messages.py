@@ -152,7 +152,6 @@ class PlacementLeases:
 
 
 _MOST_TEXT_BYTES: Final = 2000
-# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(Placement).decode
 _IN_EACH_CLASS: Final = (PacketKind.COMMITTED, PacketKind.RELEASE)
 

@@ -8,6 +8,7 @@ for attempts.
 """
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final
 
 from actors.channels.base import PacketKind
@@ -18,17 +19,19 @@ from contracts.ranks import Group, rank_names
 _REMEMBERED: Final = 64  # aborted generations, to recognise late packets
 
 
+@dataclass(slots=True)
 class _Candidate:
     """since_s: first packet about it in this attempt. within_s: time limit."""
 
-    def __init__(self, since_s: float, within_s: float) -> None:
-        self.since_s, self.within_s = since_s, within_s
-        self.attempt = LAUNCH_ATTEMPT
-        self.aborted, self.reason = False, ""
-        self.placement: Placement | None = None
-        self.prepared: set[str] = set()
-        self.excused: set[str] = set()  # ranks lost since
-        self.notified: set[str] = set()  # ranks that were sent the abort
+    since_s: float
+    within_s: float
+    excused: set[str]  # ranks lost since
+    attempt: int = LAUNCH_ATTEMPT
+    aborted: bool = False
+    reason: str = ""
+    placement: Placement | None = None
+    prepared: set[str] = field(default_factory=set)
+    notified: set[str] = field(default_factory=set)  # ranks that were sent the abort
 
 
 class AttentionGenerations:
@@ -183,8 +186,7 @@ class AttentionGenerations:
             aborted = sorted(g for g, each in self._candidates.items() if each.aborted)
             for oldest in aborted[: len(aborted) - _REMEMBERED + 1]:
                 del self._candidates[oldest]
-            self._candidates[generation] = _Candidate(now_s, self._deadline_s)
-            self._candidates[generation].excused |= self._lost
+            self._candidates[generation] = _Candidate(now_s, self._deadline_s, set(self._lost))
         return self._candidates[generation]
 
     def _abort(self, generation: int, reason: str) -> list[PlacementMessage]:

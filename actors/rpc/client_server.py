@@ -39,7 +39,6 @@ log = logging.getLogger("tandem.client_server")
 
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
-# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 _encoder = msgspec.msgpack.Encoder()
 

@@ -32,7 +32,6 @@ def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
 
 
 def requests_by_batch(traces: Iterable[RankTrace]) -> BatchRequests:
-    """Return the requests of every batch."""
     return {
         (batch.rank, batch.number): batch.requests for trace in traces for batch in trace.batches
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from prometheus_client import (
@@ -321,13 +321,6 @@ class RankMetrics(Telemetry):
         self.read(metrics.EXPOSED_COMMUNICATION, spec.name, of=lambda: timeline.exposed_s)
         self.read(metrics.RANK_BUSY, spec.group, spec.name, of=lambda: min(1.0, busy()))
 
-    def read_blocks(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Read the numbers of KV blocks by state at each scrape, all at once."""
-        rank = self._spec.name
-        self.read_each(
-            metrics.KV_BLOCKS, lambda: {(rank, state): n for state, n in counts().items()}
-        )
-
     def rate(self, total: Callable[[], float]) -> Callable[[], float]:
         """Return a function for the growth of `total` per second.
 
@@ -348,11 +341,6 @@ class RankMetrics(Telemetry):
         return per_s
 
 
-def channel_bytes(moved: tuple[int, int]) -> dict[str, float]:
-    """Return the section of a rank's status."""
-    return dict(zip(("sent", "received"), moved, strict=True))
-
-
 def growth(total: Callable[[], float]) -> Callable[[], float]:
     """Return a function for the growth of `total` since its last call, initially since 0."""
     before = 0.0
@@ -366,16 +354,25 @@ def growth(total: Callable[[], float]) -> Callable[[], float]:
     return grown
 
 
-class SpanGroup(NamedTuple):
+SpanFields = tuple[str, Stage, float, float, *tuple[Any, ...]]  # of a TaskSpan
+
+
+class SpanGroup:
     """Spans that are recorded at once, and made when they are read.
 
     stage, end_s: of the last one. seconds: of each, by stage.
     """
 
-    stage: Stage
-    end_s: float
-    seconds: Mapping[Stage, Sequence[float]]
-    make: Callable[[], Iterable[TaskSpan]]
+    def __init__(self, fields: Callable[[], Iterable[SpanFields]]) -> None:
+        """fields: those of one span or more, whenever it is called."""
+        self._fields = fields
+        self.seconds = defaultdict[Stage, list[float]](list)
+        for each in fields():
+            self.stage, self.end_s = each[1], each[3]
+            self.seconds[self.stage].append(self.end_s - each[2])
+
+    def spans(self) -> Iterator[TaskSpan]:
+        return (TaskSpan(*each) for each in self._fields())
 
 
 Recorded = TaskSpan | SpanGroup
@@ -385,7 +382,7 @@ def spans_of(recorded: Iterable[Recorded]) -> Iterator[TaskSpan]:
     """Yield the spans, and those of groups."""
     for each in recorded:
         if isinstance(each, SpanGroup):
-            yield from each.make()
+            yield from each.spans()
         else:
             yield each
 

@@ -56,7 +56,7 @@ class Load:
 
 def experts_there(rank: Rank) -> int:
     assert isinstance(rank.loop, ExpertLoop)
-    return rank.loop.held.rebalancer.experts
+    return rank.loop.held.rebalancer.store.count
 
 
 @contextlib.contextmanager

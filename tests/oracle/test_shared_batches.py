@@ -291,7 +291,7 @@ def test_attention_that_cannot_be_divided_is_refused(
 
 
 def backend_of(worker: Rank) -> ShuffledBackend:
-    backend = loop_of(worker).executor._backend
+    backend = loop_of(worker).executor.backend
     assert isinstance(backend, ShuffledBackend)
     return backend
 

@@ -1,12 +1,12 @@
 """The segment allocator against a model of every byte."""
 
 import mmap
+import weakref
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.channels.link import Views
 from actors.channels.segments import (
     FLAG_BYTES,
     IDLE_S,
@@ -59,26 +59,18 @@ def check_gaps(allocator: FirstFit) -> None:
     assert not {end for _, end in gaps} & {start for start, _ in gaps}
 
 
-class PlainMemory:
-    """A segment of this process only."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.flags = mmap.mmap(-1, FLAG_BYTES)
-        self.views = Views(torch.zeros(num_bytes, dtype=torch.uint8))
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
+def plain_memory(num_bytes: int) -> SegmentMemory:
+    """Return a segment of this process only."""
+    return SegmentMemory(torch.zeros(num_bytes, dtype=torch.uint8), mmap.mmap(-1, FLAG_BYTES))
 
 
 @given(steps=STEPS)
 @settings(deadline=None, max_examples=200)
 def test_payloads_keep_their_bytes_under_any_release_order(steps: list[tuple[bool, int]]) -> None:
-    made: dict[int, PlainMemory] = {}
+    made: dict[int, SegmentMemory] = {}
 
     def new_memory(number: int, num_bytes: int) -> SegmentMemory:
-        made[number] = PlainMemory(num_bytes)
+        made[number] = plain_memory(num_bytes)
         return made[number]
 
     arena = SegmentAllocator(8, new_memory)
@@ -99,16 +91,17 @@ def test_payloads_keep_their_bytes_under_any_release_order(steps: list[tuple[boo
         made[place.segment].flags[place.slot] = 1
     arena.idle(0.0)
     arena.idle(IDLE_S)
-    kept = [memory for memory in made.values() if not memory.closed]
-    assert len(kept) <= 1
-    if kept:
+    memories = [weakref.ref(memory) for memory in made.values()]
+    made.clear()
+    assert not any(memory() for memory in memories[1:])
+    if memories:
         arena.allocate(1)  # reclaims
         (segment,) = arena._segments.values()
         assert segment.allocator.used == 1
-        assert segment.memory is kept[0]
+        assert segment.memory is memories[0]()
 
 
-def bytes_of(made: dict[int, PlainMemory], place: PayloadLocation, size: int) -> torch.Tensor:
+def bytes_of(made: dict[int, SegmentMemory], place: PayloadLocation, size: int) -> torch.Tensor:
     memory = made[place.segment].views.memory
     assert place.offset_bytes + size <= memory.numel()
     return memory[place.offset_bytes : place.offset_bytes + size]
@@ -119,7 +112,7 @@ def test_segment_without_free_slots_adds_another() -> None:
 
     def new_memory(number: int, num_bytes: int) -> SegmentMemory:
         made.append(number)
-        return PlainMemory(num_bytes)
+        return plain_memory(num_bytes)
 
     arena = SegmentAllocator(FLAG_BYTES * 4, new_memory)
     places = [arena.allocate(1) for _ in range(FLAG_BYTES + 1)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from actors.moe.dispatch import RankSlice, plan_dispatch, recut
+from actors.moe.dispatch import RankSlice, plan_dispatch
 from benchmarks.placement.synthetic import planted
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
@@ -326,7 +326,7 @@ def test_slice_cut_again_requests_the_same_pairs(
     for piece in plan_dispatch(ids_TK, weights_TK, bounds, before):
         if piece.rank != lost:
             continue
-        again = recut(piece, before, placed, 7)
+        again = piece.recut(before, placed, 7)
         assert [one.token_group for one in again] == list(range(7, 7 + len(again)))
         assert lost not in {one.rank for one in again}
         found = sorted(pair for one in again for pair in pairs_of(one, placed))
@@ -334,5 +334,5 @@ def test_slice_cut_again_requests_the_same_pairs(
         for one in again:
             assert one.rows_U is not None
             assert (np.diff(one.rows_U) > 0).all()
-            back = recut(one, placed, before, 0)  # to where it was, or to a replica
+            back = one.recut(placed, before, 0)  # to where it was, or to a replica
             assert sorted(p for b in back for p in pairs_of(b, before)) == pairs_of(one, placed)

@@ -82,14 +82,13 @@ class MovingWorld:
             return self._is_done
 
     def _load(self, rank: Host) -> None:
-        task = object.__new__(self._module._LoadTask)
-        layout = GpuLayout(SmallSpec((0, 1), 4, 32, 32))
-        task._layout, task._half, task._loaded, task._checkpoint = layout, None, "", None
-        task._spec = SimpleNamespace(
-            name="expert-0", rank=0, model_folder=".", config=TandemConfig()
+        loader = object.__new__(self._module.ResidentExpertLoader)
+        config = TandemConfig()
+        loader._layout, loader._loaded = GpuLayout(SmallSpec((0, 1), 4, 32, 32)), ""
+        loader._spec, loader._config = (
+            SimpleNamespace(model_folder=".", config=config),
+            config.placement,
         )
-        task._placement = SimpleNamespace(experts_of=lambda rank: {})
-        task._on_device = self._module.DeviceCopies(layout.device)
         module: Any = self._module
         module.missing_experts = lambda half, ids_of: KEYS
         module.Checkpoint = lambda folder: SimpleNamespace(release=lambda: None)
@@ -98,7 +97,7 @@ class MovingWorld:
         module.assemble_half = lambda half, ids_of, received: received
         limiter = module.RateLimiter(float("inf"), THREADS.Event(), module.monotonic_s)
         try:
-            task._load(limiter)
+            loader._load({}, None, limiter)
         except OSError:
             assert self._fails
         with self._lock:

@@ -10,6 +10,7 @@ from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.kv.block_manager import BlockManager
+from actors.moe.backend import ExpertBackend
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Rank, RankHooks, recording
@@ -34,7 +35,7 @@ class StubExecutor:
     """Executor and finisher: `answers` collects (sequence, event) pairs."""
 
     layers = 1
-    is_engaged = False
+    backend = ExpertBackend[Any]()
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -30,7 +30,8 @@ class Rank:
     def __init__(self, count: int) -> None:
         self.clock = ManualClock(100.0)
         self.scheduler = Scheduler(ScheduleConfig(), BlockManager(64))
-        self.coalescer = DecodeCoalescer(self.scheduler, self.clock, tbt_s=0.2, max_sequences=8)
+        config = PriorityConfig(ls_tbt_s=0.2)
+        self.coalescer = DecodeCoalescer(config, self.scheduler, self.clock, 8)
         for number in range(count):
             self.scheduler.add(Sequence((0, number), submit(number), 16))
         first = self.scheduler.next_batch()

@@ -254,7 +254,7 @@ def test_address_at_its_limit_loses_its_own_oldest() -> None:
     assert crowd.cut == []
     crowd.enter("10.0.0.1", "newest")
     assert crowd.cut == ["10.0.0.1 0"]
-    assert crowd.gate.count == MAX_PER_ADDRESS + 1
+    assert len(crowd.gate._waiting) == MAX_PER_ADDRESS + 1
 
 
 def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
@@ -266,7 +266,7 @@ def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
     assert crowd.cut == []
     crowd.enter("10.0.0.2", "newest")
     assert crowd.cut == ["10.0.0.1 0"]
-    assert crowd.gate.count == MAX_UNPROVEN
+    assert len(crowd.gate._waiting) == MAX_UNPROVEN
 
 
 def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
@@ -277,7 +277,7 @@ def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
     assert crowd.cut == ["10.0.0.1 0"]
     assert not crowd.gate.leave(crowd.numbers["10.0.0.1 0"])
     assert crowd.gate.leave(crowd.numbers["10.0.0.1 1"])
-    assert crowd.gate.count == MAX_PER_ADDRESS - 1
+    assert len(crowd.gate._waiting) == MAX_PER_ADDRESS - 1
 
 
 @pytest.fixture

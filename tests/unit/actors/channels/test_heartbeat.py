@@ -76,10 +76,10 @@ class Ward:
         self.link = FakeLink(sock)
         self.lost: list[PeerError] = []
         self.loop = LoopWatchdog("attention-0", CONFIG.step_timeout_s, self.clock)
-        self.heartbeat: HeartbeatThread[FakeLink] = HeartbeatThread(
+        self.heartbeat = HeartbeatThread(
             "attention-0", CONFIG, self.clock, lambda _, error: self.lost.append(error), self.loop
         )
-        self.heartbeat.add(self.link)
+        self.heartbeat.add(self.link)  # type: ignore[arg-type]
 
     def tick(self, seconds: float, *, stopped_s: float = 0.0) -> None:
         self.clock.advance(seconds)

@@ -14,6 +14,7 @@ from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.engine.executor import Executor, ExecutorParts
 from actors.engine.micro_batch import BatchPart, cut_batch
+from actors.moe.backend import Topology, TopologySource
 from actors.moe.remote_backend import RemoteBackend
 from actors.telemetry.telemetry import Timeline
 from contracts.errors import PeerDeadError, PeerHungError
@@ -180,8 +181,7 @@ class Rig:
         self.clock, self.reply_timeout_s = ManualClock(), 300.0
         backend = RemoteBackend(
             endpoint,
-            placement,
-            RANKS,
+            TopologySource(Topology(0, placement, tuple(RANKS))),
             self.timeline,
             self.clock,
             reply_timeout_s=self.reply_timeout_s,

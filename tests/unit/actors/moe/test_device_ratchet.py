@@ -21,7 +21,7 @@ from actors.batching.sequence import Sequence
 from actors.channels.base import Header, Packet, PacketKind, TensorSpec
 from actors.channels.link import Reservation, lay_out
 from actors.gather.all_to_all import AllToAll
-from actors.moe.backend import TaskKey
+from actors.moe.backend import TaskKey, Topology, TopologySource
 from actors.moe.expert_server import merge
 from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
@@ -79,7 +79,8 @@ def test_layer_reads_nothing_on_the_host(
     endpoint = channel()
     placement = ExpertPlacement(contiguous(EXPERTS, RANKS, num_layers=1, moe_layers=[0]))
     names = [f"expert-{rank}" for rank in range(RANKS)]
-    backend = RemoteBackend(endpoint, placement, names, Timeline(99), lambda: 0.0)
+    source = TopologySource(Topology(0, placement, tuple(names)))
+    backend = RemoteBackend(endpoint, source, Timeline(99), lambda: 0.0)
     x_TD, hidden_TD = (torch.empty(tokens, D, **BF16) for _ in range(2))
     ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
     routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))

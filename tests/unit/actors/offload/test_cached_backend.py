@@ -291,7 +291,7 @@ def test_predictions_of_dropped_batches_are_bounded(opened: Callable[..., Rig]) 
                 backend, rig.begin(backend, layer, routed_tokens(rig.spec, 1, number), number)
             )
     assert isinstance(backend._prefetcher, ExpertPrefetcher)
-    assert len(backend._prefetcher) < 100
+    assert len(backend._prefetcher._predicted) < 100
     assert len(backend._cache._hints) < 100
 
 

@@ -86,9 +86,7 @@ class Rank:
 
     @property
     def link(self) -> PlannerLink:
-        link = self.planning._link
-        assert link is not None
-        return link
+        return self.planning.link
 
     @property
     def answers(self) -> int:
@@ -109,7 +107,7 @@ class Rank:
         self.planning.completed(batch)
 
     def close(self) -> None:
-        self.planning.close()
+        self.planning.link.close()
 
 
 @contextmanager
@@ -118,7 +116,7 @@ def planned(
 ) -> Iterator[FakePlanner]:
     """Connect the rank to a planner."""
     with FakePlanner(answer) as planner:
-        rank.planning.join(planner.address)
+        rank.planning.link.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         yield planner
 
@@ -154,7 +152,7 @@ def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank:
     """A long prompt arrives while the last short batch runs."""
     folder = tiny_checkpoint("qwen3_moe", max_position_embeddings=8192)
     with real_planner(folder, group_config(), hardware(), TOKEN) as planner:
-        rank.planning.join(planner.ready.channel_address)
+        rank.planning.link.join(planner.ready.channel_address)
         until(lambda: rank.planning.state == "ready")
         for _ in range(2):
             rank.submit(256, max_tokens=1)
@@ -214,7 +212,7 @@ def test_cold_planner_is_reported_with_its_reason(rank: Rank) -> None:
 
 def test_overdue_planner_is_slow_and_gets_no_query() -> None:
     with closing(Rank(answer_timeout_s=1e-6)) as rank, FakePlanner(never) as planner:
-        rank.planning.join(planner.address)
+        rank.planning.link.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(10)
         rank.run(rank.form()[0])
@@ -281,7 +279,7 @@ def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
     now_s = 10.0
     found: list[BatchReport] = []
     with FakePlanner(never) as planner, closing(Rank(lambda: now_s, report_interval_s=0)) as rank:
-        rank.planning.join(planner.address)
+        rank.planning.link.join(planner.address)
         until(lambda: rank.planning.state != "joining")
 
         def run(begin_s: float, end_s: float, left_s: float) -> None:

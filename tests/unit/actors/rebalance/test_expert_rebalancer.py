@@ -73,7 +73,7 @@ class Rank:
             misfit=lambda placement: "", begin=lambda *noticed: self.running.append(noticed)
         )
         at_once.stop = lambda: None
-        self.rebalancer = ExpertRebalancer[str](
+        self.rebalancer = ExpertRebalancer(
             endpoint, LAUNCH, store, at_once, at_once, deadline_s=60.0, clock=time.monotonic
         )
 
