@@ -13,7 +13,7 @@ CASES = (
     *("time_to_ready", "channels", "device_model", "planned_overlap", "solve_time"),
     *("router_decision", "router_simulation", "priorities_paper", "stored_experts"),
     *("offloaded_decode", "placement", "shared_batches", "shared_load", "mode_choice"),
-    *("batch_kills", "bulk_kills", "lm_eval_check", "slot_kernels", "offloaded_on_gpu"),
+    *("bulk_kills", "lm_eval_check", "slot_kernels", "offloaded_on_gpu"),
     "streamed_on_gpu",
 )
 _USAGE = """usage: python -m benchmarks NAME [OPTIONS]   run one benchmark; --help lists its options

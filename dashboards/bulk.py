@@ -99,7 +99,6 @@ _RANKS = PanelRow(
 
 BULK = BoardSpec(
     Board.BULK,
-    "Tandem: bulk",
     "Bulk jobs and the prefill workers that serve them.",
     (_JOBS, _WORK, _RANKS),
 )

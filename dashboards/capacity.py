@@ -252,7 +252,6 @@ _PREFILL = PanelRow(
 
 CAPACITY = BoardSpec(
     Board.CAPACITY,
-    "Tandem: capacity",
     "The current bottleneck, spare capacity, and the gain from one more rank.",
     (_HEADROOM, _NOW, _UTILIZATION, _MEMORY, _MODEL, _PREFILL),
 )

@@ -27,7 +27,7 @@ _VARIABLES = ("cluster", "group", "rank")
 def board_json(page: BoardSpec) -> dict[str, Any]:
     """Return a dashboard with variables for the data source, cluster, group and rank."""
     board = (
-        dashboard.Dashboard(page.title)
+        dashboard.Dashboard(f"Tandem: {page.board.value}")
         .uid(f"tandem-{page.board.value}")
         .description(page.description)
         .tags(["tandem"])

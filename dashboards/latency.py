@@ -151,7 +151,6 @@ _BEST_EFFORT = PanelRow(
 
 LATENCY = BoardSpec(
     Board.OBJECTIVES,
-    "Tandem: objectives",
     "Latency, rejected requests and error budgets by priority class.",
     (_BUDGETS, _LATENCY, _REQUESTS, _BEST_EFFORT),
 )

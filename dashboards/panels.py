@@ -66,7 +66,6 @@ class PanelSpec(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Text behind the panel's information icon."""
         return f"{self.measures} Unit: {self.unit.text}. What to do: {self.action}"
 
 
@@ -79,10 +78,7 @@ class PanelRow(NamedTuple):
 
 
 class BoardSpec(NamedTuple):
-    """A dashboard."""
-
     board: Board
-    title: str
     description: str
     rows: tuple[PanelRow, ...]
 
@@ -98,17 +94,14 @@ def time_share(metric: Metric, *by: str, where: str = "") -> str:
 
 
 def total(metric: Metric, *by: str, where: str = "") -> str:
-    """PromQL for the sum of a gauge."""
     return f"sum{_grouped(by)} ({metric.name}{_selection(metric, where)})"
 
 
 def largest(metric: Metric, *by: str, where: str = "") -> str:
-    """PromQL for the maximum of a gauge."""
     return f"max{_grouped(by)} ({metric.name}{_selection(metric, where)})"
 
 
 def average(metric: Metric, *by: str, where: str = "") -> str:
-    """PromQL for the mean of a gauge."""
     return f"avg{_grouped(by)} ({metric.name}{_selection(metric, where)})"
 
 

@@ -304,7 +304,6 @@ _PLACEMENT = PanelRow(
 
 PIPELINE = BoardSpec(
     Board.PIPELINE,
-    "Tandem: pipeline",
     "Throughput, stages, plans and ranks; expert load, offloading and placement.",
     (_THROUGHPUT, _STAGES, _PLANS, _RANKS, _PLANNER, _EXPERT_LOAD, _OFFLOADING, _PLACEMENT),
 )

@@ -69,7 +69,6 @@ def burn_series(objective: str, window: str) -> str:
 
 
 def alerts() -> list[Alert]:
-    """Return all alerts, of severity page or ticket."""
     return [*_burn_rates(), *_rank_alerts(), *_work_alerts()]
 
 
@@ -193,7 +192,6 @@ def _work_alerts() -> list[Alert]:
 
 
 def recording_file() -> dict[str, Any]:
-    """Return the contents of the file of recording rules."""
     rules = [{"record": series, "expr": promql} for series, promql in recording_rules().items()]
     return _file("tandem-recorded", rules)
 
@@ -224,7 +222,6 @@ def prometheus_rule(*files: dict[str, Any]) -> dict[str, Any]:
 
 
 def anchor(section: str) -> str:
-    """Return the anchor for a heading."""
     return section.lower().replace(" ", "-")
 
 

@@ -18,10 +18,9 @@ import contextlib
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +30,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
-from cluster.http.server import free_port
-from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
+from benchmarks.support.server import ServerProcess
+from cluster.tools.bulk.job import IN_FLIGHT_ROWS
 from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 
 TEMPLATE = "Review: {text}\\nSentiment:"
@@ -57,39 +56,15 @@ class Watched(NamedTuple):
     killed: list[tuple[float, str]]
 
 
-@contextlib.contextmanager
-def serving(
-    head: RayHead, options: argparse.Namespace, folder: Path, *more: str
-) -> Iterator[subprocess.Popen[str]]:
-    """Run `tandem serve` on the cluster, with options `more`; it logs into `folder`."""
-    settings = ["--set", f"groups.address={head.address}", "--port", str(free_port())]
-    settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
-    settings += ["--expert-ranks", "0", "--dtype", options.dtype, *more]
+def serving(head: RayHead, options: argparse.Namespace, folder: Path, *more: str) -> ServerProcess:
+    """Return `tandem serve` on the cluster, with options `more`; it logs into `folder`."""
+    settings = ["--set", f"groups.address={head.address}", "--attention-ranks", "0"]
+    settings += ["--expert-ranks", "0", "--prefill-ranks", str(options.workers)]
+    settings += ["--dtype", options.dtype, *more]
     if options.stub:
         settings += ["--set", "prefill.engine=tests.support.stub_rank:stub_rank"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "cluster", "serve", *settings],
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "server.log").open("wb"),
-        text=True,
-    )
-    assert server.stdout is not None
-    server.stdout.readline()  # where its logs are
-    line = server.stdout.readline()
-    if not line.startswith("ready"):
-        log = (folder / "server.log").read_text(encoding="utf-8")
-        raise RuntimeError(f"tandem serve ended with {server.wait()}: {log[-2000:]}")
-    print(line.rstrip(), flush=True)
-    try:
-        yield server
-    finally:
-        server.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(60.0)
-        server.kill()
-        server.wait()
+    log = folder / "server.log"
+    return ServerProcess(*settings, checkout=ROOT, environment=ENVIRONMENT, log=log)
 
 
 def submit(head: RayHead, name: str, source: Path, output: Path) -> None:
@@ -210,7 +185,8 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Watched], dict[
         head = stack.enter_context(ray_head(dashboard=True, resources=ROOM if two else {}))
         nodes = OtherNodes(head, stack) if two else None
         strike = partial(kill, head, rng=rng, nodes=nodes)
-        stack.enter_context(serving(head, options, folder, *(ON_EACH if two else ())))
+        server = stack.enter_context(serving(head, options, folder, *(ON_EACH if two else ())))
+        server.wait_healthy()
         while not watched or watched[-1].status != "SUCCEEDED":
             name = f"bulk-{len(watched)}"
             submit(head, name, source, output)
@@ -258,18 +234,14 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_server_options(parser, rows=200_000, workers=2)
-    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: one is killed too")
-    parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")
-
-
-def add_server_options(parser: argparse.ArgumentParser, rows: int, workers: int) -> None:
-    parser.add_argument("--rows", type=int, default=rows)
-    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--stub", action="store_true", help="workers without a model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=3600.0)
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: one is killed too")
+    parser.add_argument("--data", type=Path, help="folder of JSONL files with a field text")
 
 
 CASE = documented_case(__doc__, "Bulk job under kills", measure, tables, add_options)

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
-import math
 import os
 import statistics
 import tempfile
@@ -25,21 +24,27 @@ from typing import Any
 
 import torch
 
-from actors.channels.handshake import Identity
 from benchmarks.cases.machine import core_rates
 from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.llama_cpp import LlamaCpp, write_gguf
 from benchmarks.support.model_work import Rates, one_pass
 from benchmarks.support.openvino_side import OpenVino
 from benchmarks.support.others import wait_for_idle
+from benchmarks.support.pinned_batches import bench_client
 from benchmarks.support.random_checkpoint import (
     MEDIUM,
     MEDIUM_GLM4_MOE,
     MEDIUM_OLMOE,
     write_random_checkpoint,
 )
-from benchmarks.support.sides import DECODE_STEPS, Implementation, Ours, Theirs
-from cluster.routing.rank_client import RankClient
+from benchmarks.support.sides import (
+    DECODE_STEPS,
+    IMPLEMENTATIONS,
+    Implementation,
+    Ours,
+    Theirs,
+    fastest,
+)
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec.model import ModelSpec, read_spec
@@ -60,9 +65,6 @@ RANKS = {
     "two ranks": [],
     "colocated": ["groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"],
 }
-# "batched_mm" copies the expert weights for every token.
-IMPLEMENTATIONS = [Implementation(e, a) for e in ("eager", "grouped_mm") for a in ("sdpa", "eager")]
-CLEARLY_SLOWER = 3.0  # a first pass, which may compile: not timed again
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 # Of first tokens: weights are random, and llama.cpp keeps K and V in float16.
 AGREEMENT = {"float32": 0.8, "bfloat16": 0.4}
@@ -75,14 +77,6 @@ def _config(options: argparse.Namespace, engine: str) -> TandemConfig:
     return load_config(None, [dtype, pool, threads, *RANKS[engine]])
 
 
-async def _ours(group: LocalGroup) -> Ours:
-    ((name, address),) = group.client_addresses.items()
-    client = RankClient(name, address, Identity(name="bench", token=group.token, epoch=None))
-    client.start()
-    await client.wait_until(lambda ready: ready.problem is None)
-    return Ours(client)
-
-
 async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> Measured:
     dtype, spec = getattr(torch, options.dtype), read_spec(folder)
     samples: dict[str, dict[str, list[float]]] = {phase: defaultdict(list) for phase in PHASES}
@@ -90,7 +84,8 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
         sides: dict[str, Any] = {}
         for engine in RANKS:
             group = opened.enter_context(LocalGroup(str(folder), _config(options, engine)))
-            sides[engine] = await _ours(group)
+            ((name, address),) = group.client_addresses.items()
+            sides[engine] = Ours(await bench_client(name, address, group.token))
         if options.model in MODELS and importlib.util.find_spec("xllamacpp"):
             path = write_gguf(folder, folder.parent / "model.gguf", dtype)
             cores = os.cpu_count() or 1
@@ -104,7 +99,7 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
             opened.callback(sides["OpenVINO"].close)
         sides["transformers"] = Theirs(folder, dtype)
         generator = torch.Generator().manual_seed(0)
-        fastest: dict[str, Implementation] = {}
+        chosen: dict[str, Implementation] = {}
         for number in range(options.rounds + 1):  # the first round warms up, and checks
             for phase, (rows, tokens) in PHASES.items():
                 batch = torch.randint(1, spec.vocab_size, (rows, tokens), generator=generator)
@@ -114,9 +109,9 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
                 for engine, side in sides.items():
                     if engine == "transformers":
                         if run == "classify":  # a prefill, without a prefix cache
-                            fastest[phase] = fastest[PREFILL]
-                        fastest[phase] = fastest.get(phase) or await _fastest(side, run, batch)
-                        side.use(fastest[phase])
+                            chosen[phase] = chosen[PREFILL]
+                        chosen[phase] = chosen.get(phase) or await _fastest(side, run, batch)
+                        side.use(chosen[phase])
                     wait_for_idle([os.getpid()], limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
                     seconds, answers[engine] = await _timed(side, run, batch)
                     if number:
@@ -127,7 +122,7 @@ async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> M
     summary = {phase: _medians(found) for phase, found in samples.items()}
     for phase, row in summary.items():
         row["limit"] = _limit(spec, dtype, phase, rates)
-        row["implementation"] = ", ".join(fastest[phase])
+        row["implementation"] = ", ".join(chosen[phase])
     settings = {"model_config": MODELS.get(options.model, "models/bundled")}
     settings |= {"one_core": rates._asdict()}
     return Measured(samples, summary, settings, f"_{options.model}_{options.dtype}")
@@ -140,15 +135,11 @@ async def _timed(side: Any, run: str, batch: torch.Tensor) -> tuple[float, list[
 
 
 async def _fastest(theirs: Theirs, run: str, batch: torch.Tensor) -> Implementation:
-    """Return the implementation with the fastest pass after a first one, which warms up."""
-    seconds = dict.fromkeys(IMPLEMENTATIONS, math.inf)
-    for number in range(3):
-        slowest_s = CLEARLY_SLOWER * min(seconds.values())
-        for choice in [each for each, known_s in seconds.items() if known_s <= slowest_s]:
-            theirs.use(choice)
-            taken_s, _ = await _timed(theirs, run, batch)
-            seconds[choice] = taken_s if number < 2 else min(seconds[choice], taken_s)
-    return min(seconds, key=seconds.__getitem__)
+    async def timed(choice: Implementation) -> float:
+        theirs.use(choice)
+        return (await _timed(theirs, run, batch))[0]
+
+    return await fastest(IMPLEMENTATIONS, timed)
 
 
 def _check(phase: str, answers: dict[str, list[int]], dtype: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from actors.channels.handshake import Identity
 from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.http_line import HttpLine
+from benchmarks.support.pinned_batches import bench_client
 from benchmarks.support.rank_stream import open_stream
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
@@ -160,10 +160,7 @@ async def _measure(
 ) -> dict[str, Timings]:
     """Return timings by case and way."""
     ((name, address),) = served.directory.client_addresses.items()
-    me = Identity(name="bench", token=served.directory.token, epoch=None)
-    client = RankClient(name, address, me)
-    client.start()
-    await client.wait_until(lambda ready: ready.problem is None)
+    client = await bench_client(name, address, served.directory.token)
     bench = Bench(client, "127.0.0.1", port)
     samples: dict[str, Timings] = {}
     for case in requests_of(Tokenizer.load(resolve_model_folder(BUNDLED))):

@@ -13,9 +13,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from types import TracebackType
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,12 +40,6 @@ def _product(dtype: torch.dtype) -> Task:
     return lambda: linear(x), 2.0 * GEMM_SIZE**3
 
 
-def _torch_mm(dtype: torch.dtype) -> Task:
-    left, right = (torch.rand(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=out), 2.0 * GEMM_SIZE**3
-
-
 def _read() -> Task:
     source = torch.rand(BUFFER_BYTES // 4)
     return source.sum, float(BUFFER_BYTES)
@@ -61,74 +54,35 @@ def _copy() -> Task:
 # Each makes what one process measures.
 KINDS: dict[str, Callable[[], Task]] = {
     "float32 GEMM": lambda: _product(torch.float32),
-    "float32 GEMM, torch.mm": lambda: _torch_mm(torch.float32),
     "bfloat16 GEMM": lambda: _product(torch.bfloat16),
-    "bfloat16 GEMM, torch.mm": lambda: _torch_mm(torch.bfloat16),
     "memory read": _read,
     "memory copy": _copy,
 }
 UNITS = {kind: "GFLOP/s" if "GEMM" in kind else "GB/s" for kind in KINDS}
 
 
-class Cores:
-    """One process on each core; a context manager."""
-
-    def __init__(self, cores: list[int]) -> None:
-        self._cores = cores
-        self._ends: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-
-    def __enter__(self) -> Cores:
-        context = multiprocessing.get_context("spawn")
-        for core in self._cores:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(core, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for end, process in zip(self._ends, self._processes, strict=True):
-            end.close()
-            process.join(ANSWER_TIMEOUT_S)
-
-    def rates(self, kind: str, cores: list[int]) -> list[float]:
-        """Rate of `kind` on each of `cores` (indices), which run at the same time: in units/s."""
-        for index in cores:
-            self._ends[index].send(kind)
-        answers = []
-        for index in cores:
-            if not self._ends[index].poll(ANSWER_TIMEOUT_S):
-                raise TimeoutError(f"core {index}: no answer within {ANSWER_TIMEOUT_S:g} s")
-            answers.append(self._ends[index].recv())
-        return answers
+_tasks: dict[str, Task] = {}  # of a process on one core
 
 
-def _serve(core: int, calls: Connection) -> None:
+def _pin(core: int) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    tasks = {kind: make() for kind, make in KINDS.items()}
-    while True:
-        try:
-            task, work = tasks[calls.recv()]
-        except EOFError:
-            return
-        calls.send(_rate(task, work))
+    _tasks.update({kind: make() for kind, make in KINDS.items()})
 
 
-def _rate(task: Callable[[], object], work: float) -> float:
+def _rate(kind: str) -> float:
+    task, work = _tasks[kind]
     runs, started_s = 0, time.perf_counter()
     while (spent_s := time.perf_counter() - started_s) < SAMPLE_S:
         task()
         runs += 1
     return runs * work / spent_s
+
+
+def _rates(processes: Sequence[Executor], kind: str) -> float:
+    """Return the sum of the rates of processes that run at the same time, in units/s."""
+    running = [process.submit(_rate, kind) for process in processes]
+    return sum(each.result(ANSWER_TIMEOUT_S) for each in running)
 
 
 def rates_by_kind(
@@ -139,15 +93,17 @@ def rates_by_kind(
     samples: dict[str, dict[str, list[float]]] = {
         kind: {"one core": [], "all at once": []} for kind in kinds
     }
-    with Cores(cores) as processes:
-        everyone = list(range(len(cores)))
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pools = [ProcessPoolExecutor(1, context, _pin, (core,)) for core in cores]
+        processes = [stack.enter_context(pool) for pool in pools]
         for number in range(rounds + 1):  # the first round warms up
             for kind, by_use in samples.items():
-                alone = processes.rates(kind, [number % len(cores)])
-                together = processes.rates(kind, everyone)
+                alone = _rates([processes[number % len(cores)]], kind)
+                together = _rates(processes, kind)
                 if number:
-                    by_use["one core"].append(sum(alone))
-                    by_use["all at once"].append(sum(together))
+                    by_use["one core"].append(alone)
+                    by_use["all at once"].append(together)
     return samples
 
 

@@ -4,7 +4,6 @@ The file is read past the page cache, on demand or a layer ahead.
 
     python -m benchmarks offloaded_decode                    (about 5 minutes)
     python -m benchmarks offloaded_decode --kept 0.5 --times 1 --rounds 4
-    python -m benchmarks offloaded_decode --streams 1 2 4 8 16 --kept 0.5 --only "ahead, best"
 
 Variants run in turn, each round on another text with forced tokens. Logits must equal those of
 resident experts. --times: factor on the size of an expert read (support/larger_experts.py).
@@ -16,6 +15,7 @@ format (bfloat16, computed in float32): twice as many in the same bytes.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -58,9 +58,7 @@ BUNDLED = Path(__file__).resolve().parents[2] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[2] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
 ORACLE = "oracle"
-HINTS = ("router", "fitted", "estimator", "best", ORACLE, "wrong")
-Texts = Sequence[Sequence[int]]
-"""Token ids of concurrent streams, equally many."""
+HINTS = ("fitted", "best", ORACLE, "wrong")
 CACHES = ("walk", "lru")
 ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
 STORED = ", stored"
@@ -120,25 +118,22 @@ class Model:
 
     def run(
         self,
-        texts: Texts,
+        ids: Sequence[int],
         experts: Callable[[int, int, Tensor, RoutedTokens], None],
         starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
     ) -> tuple[float, Tensor]:
-        """Return (mean ms per token after the prompts, the last logits). experts: adds the output
+        """Return (mean ms per token after the prompt, the last logits). experts: adds the output
         of a layer; starts: is called before each pass."""
-        half, each = self.half, -(-len(texts[0]) // BLOCK)
-        kv = KvPool(self.spec, each * len(texts), BLOCK, half.dtype, half.device)
-        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(texts[0])))]
+        half, blocks = self.half, range(-(-len(ids) // BLOCK))
+        kv = KvPool(self.spec, len(blocks), BLOCK, half.dtype, half.device)
+        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(ids)))]
         start_s = logits = None
         with torch.inference_mode():
             for step, (first, stop) in enumerate(bounds):
                 if step == 1:
                     start_s = time.perf_counter()
-                slices = [
-                    SequenceSlice(list(ids[first:stop]), first, range(n * each, (n + 1) * each))
-                    for n, ids in enumerate(texts)
-                ]
-                inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
+                row = SequenceSlice(list(ids[first:stop]), first, blocks)
+                inputs = AttentionBatch.build([row], block_tokens=BLOCK, device=half.device)
                 starts(step, inputs.token_ids_T)
                 hidden_TD = half.embed(inputs)
                 for layer in range(self.spec.num_layers):
@@ -146,7 +141,7 @@ class Model:
                     hidden_TD = attended.hidden_TD
                     assert attended.routed is not None
                     experts(step, layer, hidden_TD, attended.routed)
-                logits = half.logits(hidden_TD[-len(texts) :])
+                logits = half.logits(hidden_TD[-1:])
         assert start_s is not None
         assert logits is not None
         return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
@@ -170,7 +165,7 @@ class Offloaded:
         if hints in (ORACLE, "wrong"):
             self.predictor = Oracle(model.half, {}, wrong=hints == "wrong")
         elif hints:
-            kind: Any = None if hints.startswith("best") else hints
+            kind: Any = None if hints == "best" else hints
             self.predictor = ExpertPredictor(model.half, model.profile, kind)
         timeline = Timeline(0)
         self.backend = CachedBackend(
@@ -178,7 +173,7 @@ class Offloaded:
         )
 
     def run(
-        self, model: Model, texts: Texts, requested: dict[tuple[int, int], Ids]
+        self, model: Model, ids: Sequence[int], requested: dict[tuple[int, int], Ids]
     ) -> tuple[float, Tensor]:
         def starts(step: int, token_ids_T: Tensor) -> None:
             if isinstance(self.predictor, Oracle):
@@ -190,7 +185,7 @@ class Offloaded:
             pending = self.backend.dispatch(key, hidden_TD, routed, Plan())
             run_to_end(self.backend.combine(hidden_TD, pending, None))
 
-        found = model.run(texts, experts, starts)
+        found = model.run(ids, experts, starts)
         self.cache.forget_hints((BATCH, 0))
         while self.tier.room < ENTRIES:  # the next variant uses the same tier
             self.cache.wait(0.01)
@@ -205,9 +200,7 @@ def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
 
 
 @contextmanager
-def variants(
-    model: Model, folder: Path, kept: float, times: int, only: Sequence[str] | None
-) -> Iterator[dict[str, Offloaded]]:
+def variants(model: Model, folder: Path, kept: float, times: int) -> Iterator[dict[str, Offloaded]]:
     """Yield variants by name. kept: fraction of all experts, in compute format, that fits."""
     whole = len(model.spec.moe_layers) * model.spec.num_experts
     computed = ComputeFormat(model.layout)
@@ -231,9 +224,8 @@ def variants(
 
     names = [NO_CACHE, *(f"on demand, {order}" for order in CACHES), ON_DEMAND + STORED]
     names += [*(f"ahead, {hints}" for hints in HINTS), "ahead, best" + STORED]
-    found = {name: made(name) for name in names if only is None or name in (*only, ON_DEMAND)}
     try:
-        yield found
+        yield {name: made(name) for name in names}
     finally:
         for tier in tiers.values():
             tier.close()
@@ -242,28 +234,20 @@ def variants(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, samples = Model(), dict[str, Any]()
-    most = max(options.streams)
-    every = texts(model.tokenizer, (options.rounds + 1) * most, PROMPT + options.tokens)
+    rounds = texts(model.tokenizer, options.rounds + 1, PROMPT + options.tokens)
     with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
-        for times in options.times:
-            for kept in options.kept:
-                for streams in options.streams:
-                    rounds = [every[n : n + streams] for n in range(0, len(every), most)]
-                    by_layer = f", {streams} streams" if streams > 1 else ""
-                    with variants(model, Path(folder), kept, times, options.only) as found:
-                        samples[f"x{times}, {kept:.0%} kept{by_layer}"] = _measure(
-                            model, found, rounds
-                        )
+        for times, kept in itertools.product(options.times, options.kept):
+            with variants(model, Path(folder), kept, times) as found:
+                samples[f"x{times}, {kept:.0%} kept"] = _measure(model, found, rounds)
     return samples
 
 
-def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts]) -> dict[str, Any]:
+def _measure(
+    model: Model, found: dict[str, Offloaded], rounds: Sequence[list[int]]
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in (RESIDENT, *found)}
     for number, ids in enumerate(rounds):  # the first one warms up
         requested: dict[tuple[int, int], Ids] = {}
-
-        def resident(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
-            model.resident(step, layer, hidden_TD, routed)
 
         def noted(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
             requested[step, layer] = routed.topk_ids_TK.tolist()  # noqa: B023  (called at once)
@@ -273,7 +257,7 @@ def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts])
         order = list(times)
         for name in order if number % 2 else order[::-1]:
             if name == RESIDENT:
-                spent_ms, logits = model.run(ids, resident)
+                spent_ms, logits = model.run(ids, model.resident)
             else:
                 spent_ms, logits = found[name].run(model, ids, requested)
             if not torch.equal(logits, expected):
@@ -337,8 +321,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
     parser.add_argument("--kept", type=float, nargs="+", default=[0.25, 0.5])
     parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--streams", type=int, nargs="+", default=[1], help="side by side")
-    parser.add_argument("--only", nargs="*", help="of these variants (default: all)")
     parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
 
 

@@ -34,10 +34,16 @@ from actors.moe.backend import TaskKey
 from actors.offload.device_backend import DeviceBackend
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Measured, Table, documented_case, table_of
-from benchmarks.support.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
+from benchmarks.support.gpu_rates import (
+    add_device_options,
+    add_run_options,
+    expert_copies,
+    memory_bytes_per_s,
+    peak_bytes,
+)
 from benchmarks.support.imposed_routing import ImposedPredictor, ImposedRouting
 from benchmarks.support.offloaded_report import shortened, summarise
-from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL, random_offloaded
+from benchmarks.support.random_in_memory import SHAPES, random_offloaded
 from contracts.clock import monotonic_s
 from contracts.machine import available_bytes
 from contracts.plan import Plan
@@ -47,7 +53,6 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import (
-    PART_BYTES,
     DeviceCache,
     DeviceFormat,
     DeviceSlots,
@@ -59,12 +64,10 @@ from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 from planner.scheduling.expert_eviction import eviction, pays
 
-SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16
 DEADLINE_S = 60.0
 NO_CACHE, ON_DEMAND, AHEAD, ORACLE, THERE = "no cache", "on demand", "ahead", "oracle", "there"
 _HOST_PART, _DEVICE_PART = 0.8, 0.85  # of what is free, for experts
-_MIB = 1 << 20
 
 
 class Turn(NamedTuple):
@@ -248,11 +251,8 @@ class Bench:
 def rates(bench: Bench) -> dict[str, float]:
     """As measured alone, in bytes/s."""
     memory, layout = bench.model.memory, bench.model.layout
-    found = {"link": expert_copies(memory, layout, bench.lane)}
-    for size in (1 * _MIB, 2 * _MIB, PART_BYTES):
-        found[f"link, {size >> 20} MiB at once"] = expert_copies(memory, layout, bench.lane, size)
-    found["memory"] = memory_bytes_per_s(bench.device)
-    return found
+    link = expert_copies(memory, layout, bench.lane)
+    return {"link": link, "memory": memory_bytes_per_s(bench.device)}
 
 
 def run(bench: Bench, started_s: float) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -283,20 +283,14 @@ def run(bench: Bench, started_s: float) -> dict[str, dict[str, list[dict[str, An
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    there = torch.cuda.is_available()
-    add("--device", default="cuda:0" if there else "cpu", help="cuda:0, or cpu")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--shape", default="30b" if there else "small", choices=tuple(SHAPES))
-    add("--layers", type=int, help="at most (default: the shape's)")
+    add_device_options(parser, rounds=3)
+    add_run_options(parser, limit_s=400.0)
+    add, there = parser.add_argument, torch.cuda.is_available()
     add("--kept", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0], help="of all experts")
     add("--contexts", type=int, nargs="+", default=[1024, 65_536] if there else [64, 256])
     add("--recall", type=float, default=0.95, help="of predictions")
     add("--tokens", type=int, default=24, help="of a turn")
     add("--warm", type=int, default=8, help="tokens before those")
-    add("--rounds", type=int, default=3)
-    add("--limit-s", type=float, default=400, help="no further rounds after this time")
-    add("--threads", type=int, help="of the host")
 
 
 def measure(given: argparse.Namespace) -> Measured:

@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Measured, Table, documented_case, table_of
-from benchmarks.placement.compared import (
-    Judged,
-    compared,
-    even,
-    in_order,
-    judged,
-    layers_of,
-    mean,
-    ours,
-    packed,
-)
+from benchmarks.placement.compared import Judged, compared, even, judged, layers_of, mean
 from benchmarks.placement.traces import Traces, read
 from planner.placement.routing import LayerRouting
+from planner.placement.solve import solve_layer
 
 SIZES = (300, 1_000, 10_000)
 Rows = dict[str, list[Judged]]
@@ -38,25 +29,7 @@ def of_traces(traces: dict[str, Traces], options: argparse.Namespace) -> dict[st
     for ranks in options.ranks:
         for method, found in compared(train, test, ranks).items():
             rows[f"{ranks} | {method}"] = found
-        rows |= replicas(train, test, ranks, options.spare)
         rows |= sizes(traces["train"], test, ranks, E)
-    return rows
-
-
-def replicas(
-    train: Sequence[LayerRouting], test: Sequence[LayerRouting], ranks: int, spares: Sequence[int]
-) -> Rows:
-    rows: Rows = {}
-    for spare in spares:
-        slots = even(train[0].num_experts, ranks, spare)
-        if max(slots) > train[0].num_experts:
-            continue
-        for name, method in (("in order", in_order), ("EPLB", packed), ("ours", ours)):
-            pairs = zip(train, test, strict=True)
-            rows[f"{ranks} | {spare} spare | {name}"] = [
-                judged(method, one, other, slots)[0] for one, other in pairs
-            ]
-        print(f"{ranks} ranks, {spare} spare", flush=True)
     return rows
 
 
@@ -68,7 +41,7 @@ def sizes(traces: Traces, test: Sequence[LayerRouting], ranks: int, experts: int
         few = Traces(traces.ids_P2[::step][:tokens], traces.paths_PLK[::step][:tokens])
         pairs = zip(layers_of(few, experts), test, strict=True)
         rows[f"{ranks} | profile of {tokens:,} tokens"] = [
-            judged(ours, one, other, even(experts, ranks))[0] for one, other in pairs
+            judged(solve_layer, one, other, even(experts, ranks)) for one, other in pairs
         ]
     return rows
 
@@ -99,7 +72,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--name", default="bundled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--spare", type=int, nargs="+", default=[1, 2, 4])
 
 
 CASE = documented_case(__doc__, "Placements", measure, tables, add_options)

@@ -25,8 +25,14 @@ from actors.planning.planner_inputs import shape_of
 from actors.telemetry.chrome_trace import write_chrome_trace
 from benchmarks.harness import Measured, documented_case
 from benchmarks.support.pinned_batches import BatchRunner, bench_client, pin_to_core
-from benchmarks.support.planned_points import Pictured, Point, PointRun, PointRunner
-from benchmarks.support.planned_report import summary_of, tables
+from benchmarks.support.planned_points import (
+    Pictured,
+    Point,
+    PointRun,
+    PointRunner,
+    summary_of,
+    tables,
+)
 from benchmarks.support.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.support.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
 from cluster.fleet.fleet import Fleet
@@ -156,20 +162,9 @@ def _draw(pictured: Pictured, options: argparse.Namespace) -> None:
     if options.pictures is None:
         return
     what = f"{plan.label}, layers {PICTURED_LAYERS[0]} and {PICTURED_LAYERS[-1]}"
-    draw_gantt(
-        predicted.spans,
-        PICTURED_LAYERS,
-        f"Predicted: {what}",
-        options.pictures / "planned_predicted.svg",
-        option="--pictures",
-    )
-    draw_gantt(
-        spans,
-        PICTURED_LAYERS,
-        f"Measured: {what}",
-        options.pictures / "planned_measured.svg",
-        option="--pictures",
-    )
+    for kind, shown in (("predicted", predicted.spans), ("measured", spans)):
+        path = options.pictures / f"planned_{kind}.svg"
+        draw_gantt(shown, PICTURED_LAYERS, f"{kind.capitalize()}: {what}", path, "--pictures")
 
 
 def measure(options: argparse.Namespace) -> Measured:

@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from benchmarks.cases.machine import core_rates
 from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.others import Others, quietest, wait_for_idle
 from benchmarks.support.padded import routing_gap
-from benchmarks.support.prefill_rows import PICKS, Pick, Rows, read
+from benchmarks.support.prefill_rows import PICKS, Rows, read
 from benchmarks.support.prefill_sides import (
     MODELS,
     Answer,
@@ -38,18 +39,16 @@ from benchmarks.support.prefill_sides import (
     encoder,
     model_folder,
 )
-from benchmarks.support.sides import Implementation
+from benchmarks.support.sides import IMPLEMENTATIONS, fastest
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec.model import read_spec
 from planner.routing.open_requests import flops_work
 from tests.support.local_group import LocalGroup
 
-EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
 BATCH_TOKENS = (1024, 2048, 4096, 8192)
 FIRST_TOKENS = 3000  # of rows and of a batch while the implementation is chosen; then
 TRIAL_TOKENS = 8192  # while the batch is
-HOPELESS = 1.5
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 LOGIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 TIE = 1e-5  # of router logits of which one expert's is above another's
@@ -81,31 +80,19 @@ class Bench:
         self._work = work
         self._pids = pids
 
-    async def choose(self, rows: Rows) -> dict[str, float]:
-        """Sets `transformers` to its fastest; returns the seconds of all that were tried."""
-        implementations = [
-            Choice(Implementation(experts, attention), FIRST_TOKENS)
-            for experts in EXPERTS
-            for attention in ATTENTION
-        ]
-        first_s = await self._trials(implementations, rows.sample(FIRST_TOKENS))
-        best = min(first_s, key=first_s.__getitem__).implementation
+    async def choose(self, rows: Rows) -> Choice:
+        """Set `transformers` to its fastest: an implementation, then a size of batches."""
+        some = rows.sample(FIRST_TOKENS)
+        first = [Choice(each, FIRST_TOKENS) for each in IMPLEMENTATIONS]
+        best = (await fastest(first, partial(self._seconds, some))).implementation
+        some = rows.sample(TRIAL_TOKENS)
         sizes = [Choice(best, batch_tokens) for batch_tokens in BATCH_TOKENS]
-        then_s = await self._trials(sizes, rows.sample(TRIAL_TOKENS))
-        self._theirs.choice = min(then_s, key=then_s.__getitem__)
-        tried_s = first_s | then_s
-        return {choice.label: spent_s for choice, spent_s in tried_s.items()}
+        self._theirs.choice = await fastest(sizes, partial(self._seconds, some))
+        return self._theirs.choice
 
-    async def _trials(self, choices: list[Choice], rows: Rows) -> dict[Choice, float]:
-        """The shorter of two runs; one that is hopeless the first time is not repeated."""
-        seconds: dict[Choice, float] = {}
-        for choice in choices:
-            self._theirs.choice = choice
-            times = [(await timed(self._theirs, rows))[0]]
-            if times[0] <= HOPELESS * min(seconds.values(), default=times[0]):
-                times.append((await timed(self._theirs, rows))[0])
-            seconds[choice] = min(times)
-        return seconds
+    async def _seconds(self, rows: Rows, choice: Choice) -> float:
+        self._theirs.choice = choice
+        return (await timed(self._theirs, rows))[0]
 
     async def round(self, rows: Rows, tolerance: float) -> Sample:
         """One run of each side, one after the other. Raises RuntimeError where they disagree."""
@@ -137,17 +124,13 @@ async def timed(side: RoutedPrefill | TheirPrefill, rows: Rows) -> tuple[float, 
     return time.monotonic() - started_s, answer
 
 
-def _pick(pick: Pick, rows: int | None) -> Pick:
-    return pick._replace(rows=rows) if pick.rows and rows is not None else pick
-
-
 def _config(options: argparse.Namespace) -> TandemConfig:
     workers = [
         "groups.attention_ranks=0",
         "groups.expert_ranks=0",
         f"groups.prefill_ranks={options.workers}",
     ]
-    return load_config(None, [*workers, f"model.dtype={options.dtype}", *options.set])
+    return load_config(None, [*workers, f"model.dtype={options.dtype}"])
 
 
 async def _measure(
@@ -156,8 +139,8 @@ async def _measure(
     works: dict[str, Rows],
     config: TandemConfig,
     options: argparse.Namespace,
-) -> dict[str, tuple[list[Sample], str, dict[str, float]]]:
-    """Per set: the rounds, what `transformers` ran, and what was tried."""
+) -> dict[str, tuple[list[Sample], str]]:
+    """Per set: the rounds, and what `transformers` ran."""
     dtype = getattr(torch, options.dtype)
     ours, theirs = RoutedPrefill(group, folder, config, dtype), TheirPrefill(folder, dtype)
     await ours.start()
@@ -167,7 +150,7 @@ async def _measure(
     )
     results, used = {}, 0
     for name, rows in works.items():
-        tried_s, samples = await bench.choose(rows), []
+        choice, samples = await bench.choose(rows), list[Sample]()
         for number in range(options.rounds + 1):  # the first round warms up, and checks
             used += 1
             fresh = rows.behind(used, apart=PICKS[name].rows > 0)
@@ -175,15 +158,12 @@ async def _measure(
             print(name, {side: f"{s:.2f} s" for side, s in sample.seconds.items()}, flush=True)
             if number:
                 samples.append(sample)
-        choice = theirs.choice
-        results[name] = (samples, "" if choice is None else choice.label, tried_s)
+        results[name] = samples, choice.label
     await ours.close()
     return results
 
 
-def _summary(
-    rows: Rows, samples: list[Sample], choice: str, tried_s: dict[str, float], rates: Any
-) -> dict[str, Any]:
+def _summary(rows: Rows, samples: list[Sample], choice: str, rates: Any) -> dict[str, Any]:
     counted = quietest(samples, QUIET_CORES)
     ratios = sorted(s.seconds["transformers"] / s.seconds["tandem"] for s in counted)
     tokens = rows.tokens + len(rows.token_ids)
@@ -202,7 +182,6 @@ def _summary(
         "ratios": ratios,
         "gemm_rate_fraction": statistics.median(reached) / best,
         "transformers_ran": choice,
-        "tried_s": tried_s,
         "rounds_counted": len(counted),
         "others_cores_most": max(sample.others_cores for sample in counted),
     }
@@ -214,11 +193,8 @@ def measure(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = model_folder(options.model, options.data, Path(scratch) / "model")
         context, encode = read_spec(folder).max_context_tokens, encoder(folder)
-        picks = {name: _pick(PICKS[name], options.rows) for name in options.sets}
-        found = {name: read(pick, options.data, encode, context) for name, pick in picks.items()}
+        found = {name: read(PICKS[name], options.data, encode, context) for name in options.sets}
         works = {name: rows for name, rows in found.items() if rows is not None}
-        if options.tokens is not None:
-            works = {name: rows.first(options.tokens) for name, rows in works.items()}
         config = _config(options)
         with LocalGroup(str(folder), config) as group:
             if os.cpu_count() == 2:
@@ -261,10 +237,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sets", nargs="+", choices=PICKS, default=list(PICKS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rows", type=int, help="of sets whose rows share nothing")
-    parser.add_argument("--tokens", type=int, default=None, help="of each set, about (all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
 
 
 CASE = documented_case(__doc__, "Prefill-only beside transformers", measure, tables, add_options)

@@ -32,14 +32,6 @@ from tests.support.rank_process import RankProcess
 _TOKEN = b"benchmark token, of no secret"
 _CALL_S, _READY_S = 60.0, 180.0
 POOL_TOKENS = 32_768
-SMALL = {
-    **MEDIUM,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 128,
-}
-MODELS = {"medium": MEDIUM, "small": SMALL, "deep": {**SMALL, "num_hidden_layers": 32}}
 VOCABULARY = MEDIUM["vocab_size"]
 LS_PART = 0.2
 WHOLE, FCFS = "run to completion", "iteration FCFS"
@@ -48,7 +40,6 @@ OFF = ["priority.preempt=false", *SLOTS]
 RATES = ((0.45, WHOLE), (0.9, WHOLE), (0.8, FCFS), (0.95, FCFS), (1.2, FCFS))  # of whose capacity
 MOST = Lengths(512, 160)
 BURST = poisson(1e4, 0.012, chat_lengths(MOST), LS_PART, random.Random(5))
-WARM_JOBS = 24
 
 
 class Variant(NamedTuple):
@@ -124,54 +115,37 @@ class Ranks:
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
-        started = [v for v in VARIANTS if _wanted(options.only, v.name)]
-        ranks = {variant.name: Ranks(path, variant, options.dtype) for variant in started}
+        path = write_random_checkpoint(Path(folder) / "model", MEDIUM)
+        ranks = {variant.name: Ranks(path, variant, options.dtype) for variant in VARIANTS}
         for each in ranks.values():
             await each.join()
-        capacities = await _capacities(ranks, options.capacities)
+        capacities = {v.name: await _capacity(ranks[v.name], v) for v in VARIANTS[:2]}
         print("capacities, jobs/s:", capacities, flush=True)
         samples: dict[str, Any] = {"capacities_jobs_per_s": capacities}
         for number in range(options.rounds):
             for part, reference in RATES:
-                load = f"{part} of {reference}"
-                if options.load not in load:
-                    continue
                 rate = part * capacities[reference]
                 rng = random.Random(17 * number + round(100 * part))
                 arrivals = poisson(rate, options.seconds, chat_lengths(MOST), LS_PART, rng)
-                turns = [v for v in (*VARIANTS, ALONE) if _wanted(options.only, v.name)]
+                turns = [*VARIANTS, ALONE]
                 for variant in turns if number % 2 else turns[::-1]:
                     if variant.batching and reference != variant.name:
                         continue  # beyond its capacity only its queue grows
                     used = ranks["ours" if variant is ALONE else variant.name]
                     outcomes = await used.run(variant, arrivals, options.seconds, number)
-                    row = _row(outcomes, options.seconds) | {"rate": rate}
-                    samples.setdefault(f"{load} | {variant.name}", []).append(row)
-                    print(number, part, variant.name, _short(row), flush=True)
+                    row = _row(outcomes) | {"rate": rate}
+                    samples.setdefault(f"{part} of {reference} | {variant.name}", []).append(row)
+                    print(number, part, variant.name, row, flush=True)
         for each in ranks.values():
             await each.close()
         return samples
 
 
-def _row(outcomes: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
-    last_s = max(each.end_s for each in outcomes)
+def _row(outcomes: Sequence[RequestResult]) -> dict[str, Any]:
     return {
-        "ls": figures(outcomes, Priority.LS, seconds),
-        "be": figures(outcomes, Priority.BE, seconds),
-        "jobs_per_s": len(outcomes) / last_s,
+        **{priority.label: figures(outcomes, priority) for priority in Priority},
+        "jobs_per_s": len(outcomes) / max(each.end_s for each in outcomes),
     }
-
-
-async def _capacities(ranks: dict[str, Ranks], known: list[float]) -> dict[str, float]:
-    """Return jobs per second of run to completion and of iteration FCFS; measure them if not
-    known."""
-    if known:
-        for variant in VARIANTS:
-            if variant.name in ranks:
-                await ranks[variant.name].run(variant, BURST[:WARM_JOBS], 0.1, 1)
-        return dict(zip((WHOLE, FCFS), known, strict=True))
-    return {v.name: await _capacity(ranks[v.name], v) for v in VARIANTS[:2] if v.name in ranks}
 
 
 async def _capacity(ranks: Ranks, variant: Variant) -> float:
@@ -183,19 +157,6 @@ async def _capacity(ranks: Ranks, variant: Variant) -> float:
     first, last = len(times_s) // 10, len(times_s) * 3 // 4
     tokens_per_s = (last - first) / (times_s[last] - times_s[first])
     return tokens_per_s * len(outcomes) / len(times_s)
-
-
-def _wanted(only: str, name: str) -> bool:
-    return any(each in name for each in only.split("|"))
-
-
-def _short(row: dict[str, Any]) -> str:
-    ls, be = row["ls"], row["be"]
-    return (
-        f"LS TTFT {ls['ttft_ms']:.0f}/{ls['ttft_p99_ms']:.0f} ms, turnaround"
-        f" {ls['turnaround_s']:.2f} s, BE {be['turnaround_s']:.2f} s,"
-        f" {row['jobs_per_s']:.2f} jobs/s"
-    )
 
 
 SHOWN = (
@@ -224,7 +185,7 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> Measured:
     samples = asyncio.run(_run(options))
-    return Measured(samples, summary(samples), {"model_config": MODELS[options.model]})
+    return Measured(samples, summary(samples), {"model_config": MEDIUM})
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
@@ -235,17 +196,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
-    parser.add_argument("--model", choices=MODELS, default="medium")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="variants whose name contains this|or this")
-    parser.add_argument("--load", default="", help='this alone, as "0.8 of iteration"')
-    parser.add_argument(
-        "--capacities",
-        type=float,
-        nargs="*",
-        default=[],
-        help="jobs/s of run to completion and of iteration FCFS, if known",
-    )
 
 
 CASE = documented_case(__doc__, "LS and BE chats by arrival rate", measure, tables, add_options)

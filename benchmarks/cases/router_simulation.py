@@ -45,6 +45,7 @@ QWEN3_235B = {
     "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
     "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+WORKERS, MEMORY_FRACTION = 8, 0.9
 REFERENCE = (2048,) * 4  # prompts of the calibration pass
 
 
@@ -82,25 +83,17 @@ VARIANTS = {
 
 
 class Outcome(NamedTuple):
-    """least_loads, largest_loads: over workers, in thresholds, each time that no more requests of
-    those that waited could be sent."""
-
     makespan_s: float
     flops: int
     cached_tokens: int
-    busy_s: list[float]
-    least_loads: list[float]
-    largest_loads: list[float]
 
 
 class Simulation:
     """One policy, one workload."""
 
-    def __init__(
-        self, workers: int, machine: Machine, flops: RequestWork, variant: Variant
-    ) -> None:
+    def __init__(self, machine: Machine, flops: RequestWork, variant: Variant) -> None:
         config = RouterConfig(
-            workers=workers,
+            workers=WORKERS,
             saturation=SaturationConfig(fallback_prompts=REFERENCE),
             block_tokens=machine.block_tokens,
         )
@@ -111,9 +104,8 @@ class Simulation:
         else:
             self._backlog = None
         self._lane = variant.lane
-        self._workers = [SimulatedWorker(n, machine, flops) for n in range(workers)]
+        self._workers = [SimulatedWorker(n, machine, flops) for n in range(WORKERS)]
         self._ends: list[tuple[float, int]] = []
-        self._loads: list[list[float]] = []
         for worker in self._workers:
             self._router.apply(worker.calibrate(_calibration(machine, flops)))
 
@@ -130,9 +122,6 @@ class Simulation:
             makespan_s=now_s,
             flops=sum(worker.flops_done for worker in self._workers),
             cached_tokens=sum(worker.cached_tokens for worker in self._workers),
-            busy_s=[round(worker.busy_s, 3) for worker in self._workers],
-            least_loads=[round(min(loads), 4) for loads in self._loads],
-            largest_loads=[round(max(loads), 4) for loads in self._loads],
         )
 
     def _turn(self, queue: deque[Prompt], now_s: float) -> None:
@@ -140,7 +129,6 @@ class Simulation:
         self._route(queue)
         self._start_idle(now_s)
         self._route(queue)
-        self._note_queued(len(queue) if self._backlog is None else len(self._backlog))
 
     def _route(self, queue: deque[Prompt]) -> None:
         """All that can be sent now, in whichever of the two ways."""
@@ -161,12 +149,6 @@ class Simulation:
 
     def _send(self, prompt: Prompt, worker: int) -> None:
         self._router.apply(self._workers[worker].accept(prompt))
-
-    def _note_queued(self, waiting: int) -> None:
-        """While requests wait, every worker should be saturated, and none by more than one."""
-        if waiting:
-            router, workers = self._router, range(len(self._workers))
-            self._loads.append([router.queued(n) / router.threshold(n) for n in workers])
 
     def _start_idle(self, now_s: float) -> None:
         for number, worker in enumerate(self._workers):
@@ -191,20 +173,20 @@ def _calibration(machine: Machine, flops: RequestWork) -> Calibration:
     )  # both times a number of layers: only their ratio counts
 
 
-def machine_of(options: argparse.Namespace, shape: ModelShape) -> Machine:
-    """A worker of a hardware file's kind, with 1/N of the experts and two gathered layers."""
-    hardware = load_hardware(options.hardware)
-    link, peers = hardware.links[0], options.workers - 1
+def machine_of(shape: ModelShape) -> Machine:
+    """A worker of the hardware file's kind, with 1/N of the experts and two gathered layers."""
+    hardware = load_hardware("h200-node")
+    link, peers = hardware.links[0], WORKERS - 1
     layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
-    gathered_bytes = layer_bytes * peers / options.workers
+    gathered_bytes = layer_bytes * peers / WORKERS
     transfer_s = 1e-3 * shape.moe_layers * (
         peers * link.alpha_ms + gathered_bytes * link.ms_per_byte
     )  # fmt: skip
     flops_per_s = 1e3 / hardware.attention.linear_ms_per_flop
     weights_bytes = (
-        shape.attention_rank_bytes + shape.moe_layers * layer_bytes / options.workers
+        shape.attention_rank_bytes + shape.moe_layers * layer_bytes / WORKERS
     ) + 3 * layer_bytes
-    usable_bytes = options.memory_fraction * hardware.memory_bytes - weights_bytes
+    usable_bytes = MEMORY_FRACTION * hardware.memory_bytes - weights_bytes
     return Machine(
         flops_per_s=flops_per_s,
         transfer_s=transfer_s,
@@ -235,45 +217,40 @@ def _summary(
     outcomes: dict[str, Outcome],
     machine: Machine,
     flops: RequestWork,
-    workers: int,
 ) -> dict[str, Any]:
     tokens = sum(prompt.prompt_tokens for prompt in prompts)
     least = least_flops(prompts, flops)
     ours = outcomes["router"].makespan_s
-    largest = max(flops(0, prompt.prompt_tokens) for prompt in prompts)
-    rows = {}
-    for label, outcome in outcomes.items():
-        rows[label] = {
+    rows = {
+        label: {
             "makespan_s": outcome.makespan_s,
             "router_is_faster": outcome.makespan_s / ours,
             "flops_over_least": outcome.flops / least,
             "cached_fraction": outcome.cached_tokens / tokens,
-            "rounds": len(outcome.least_loads),
-            "least_load": min(outcome.least_loads, default=None),
-            "largest_load": max(outcome.largest_loads, default=None),
         }
+        for label, outcome in outcomes.items()
+    }
     return {
         "requests": len(prompts),
         "tokens": tokens,
-        "lower_bound_s": least / machine.flops_per_s / workers,
-        "largest_request": largest / machine.saturation_flops,
+        "lower_bound_s": least / machine.flops_per_s / WORKERS,
         "policies": rows,
     }
 
 
 def measure(options: argparse.Namespace) -> Measured:
     shape = qwen3_235b()
-    machine, flops = machine_of(options, shape), flops_work(shape)
+    machine, flops = machine_of(shape), flops_work(shape)
     samples: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     for name in options.workloads:
         prompts = workload(name, options.data, options.seed)[: options.limit]
         outcomes = {
-            label: Simulation(options.workers, machine, flops, variant).run(prompts)
+            label: Simulation(machine, flops, variant).run(prompts)
             for label, variant in VARIANTS.items()
         }
         samples[name] = {label: outcome._asdict() for label, outcome in outcomes.items()}
-        summary[name] = _summary(prompts, outcomes, machine, flops, options.workers)
+        summary[name] = _summary(prompts, outcomes, machine, flops)
     return Measured(samples, summary, {"machine": machine._asdict()})
 
 
@@ -298,9 +275,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of data sets and traces")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--limit", type=int, default=None, help="requests of each workload")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--hardware", default="h200-node")
-    parser.add_argument("--memory-fraction", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Measured, Table, documented_case, table_of
-from benchmarks.support.gpu_rates import memory_bytes_per_s
-from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL
+from benchmarks.support.gpu_rates import add_device_options, memory_bytes_per_s
+from benchmarks.support.random_in_memory import SHAPES
 from kernels.device import wait_for_device
 from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts, slot_experts
 from kernels.linear import ExpertLinears, plain_linears
 
-SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 Way = Callable[[Tensor, Tensor, list[int]], Tensor]
 """x [T, D], ids [T, K], the same on the host [T * K] → [T * K, D], or the sums [T, D]."""
 
@@ -114,13 +113,9 @@ def summarise(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add, there = parser.add_argument, torch.cuda.is_available()
-    add("--device", default="cuda:0" if there else "cpu", help="cuda:0, or cpu")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--shape", default="30b" if there else "small", choices=tuple(SHAPES))
-    add("--tokens", type=int, nargs="+", default=[1, 2, 4, 8])
-    add("--rounds", type=int, default=20)
-    add("--turns", type=int, default=8, help="layers of a sample")
+    add_device_options(parser, rounds=20)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--turns", type=int, default=8, help="layers of a sample")
 
 
 def measure(given: argparse.Namespace) -> Measured:

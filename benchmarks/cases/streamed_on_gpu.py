@@ -30,8 +30,13 @@ from actors.planning.planner_inputs import shape_of
 from actors.ranks.prefill_rank import time_layers
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Measured, Table, documented_case, table_of
-from benchmarks.support.gpu_rates import copy_bytes_per_s, peak_bytes
-from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, random_model
+from benchmarks.support.gpu_rates import (
+    add_device_options,
+    add_run_options,
+    copy_bytes_per_s,
+    peak_bytes,
+)
+from benchmarks.support.random_in_memory import SHAPES, RandomModel, random_model
 from benchmarks.support.streamed_report import summarise
 from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit
@@ -44,7 +49,6 @@ from models.experts.expert_store import ExpertStore, ResidentStore
 from planner.routing.open_requests import flops_work
 from planner.routing.saturation import calibrated_threshold
 
-SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16
 REFERENCE_TOKENS = 65_536  # of the calibration
 CHECKED_ROWS = 4
@@ -120,7 +124,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device, self.dtype = torch.device(options.device), getattr(torch, options.dtype)
-        self.config = shape_of_options(options)
+        self.config = dict(SHAPES[options.shape])
+        self.config["num_hidden_layers"] = options.layers or self.config["num_hidden_layers"]
         self.model = random_model(self.config, self.dtype, self.device)
         self.spec = self.model.layout.spec
         self.most_rows = max(1, options.max_tokens // options.row_tokens)
@@ -188,18 +193,6 @@ def random_rows(lengths: Any, vocabulary: int, seed: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def shape_of_options(options: argparse.Namespace) -> dict[str, Any]:
-    config = dict(SHAPES[options.shape])
-    for key, value in (
-        ("num_hidden_layers", options.layers),
-        ("hidden_size", options.hidden),
-        ("num_experts", options.experts),
-    ):
-        if value is not None:
-            config[key] = value
-    return config
-
-
 def _points(options: argparse.Namespace, threshold_tokens: int) -> Iterator[int]:
     if options.tokens:
         yield from options.tokens
@@ -232,22 +225,14 @@ def _rounds(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    there = torch.cuda.is_available()
-    add("--device", default="cuda:0" if there else "cpu", help="cuda:0, or cpu")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--shape", default="30b" if there else "small", choices=tuple(SHAPES))
-    add("--layers", type=int, help="other than the shape's")
-    add("--hidden", type=int, help="other than the shape's")
-    add("--experts", type=int, help="other than the shape's")
+    add_device_options(parser, rounds=5)
+    add_run_options(parser, limit_s=420.0)
+    add, there = parser.add_argument, torch.cuda.is_available()
     add("--row-tokens", type=int, default=512)
     add("--max-tokens", type=int, default=196_608 if there else 4096, help="of a batch")
     add("--points", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5])
     add("--tokens", type=int, nargs="+", help="batches, in the place of points")
-    add("--rounds", type=int, default=5)
     add("--passes", type=int, default=2, help="that count, of a turn")
-    add("--limit-s", type=float, default=420, help="no further round after this time")
-    add("--threads", type=int, help="of the host")
 
 
 def measure(options: argparse.Namespace) -> Measured:

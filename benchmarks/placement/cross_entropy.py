@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.placement.clusters import Labelled, wants
+from benchmarks.placement.clusters import wants
 from planner.arrays import Floats, Ints
 from planner.placement.layout import totals
 from planner.placement.routing import LayerRouting
-from planner.placement.slots import line_of
+from planner.placement.slots import Line, line_of
 
 SAMPLES = 64  # of an iteration
 ELITE = 0.2
@@ -22,26 +22,25 @@ RELAXED = 1.1  # tokens of a cluster over the mean, at most
 
 def cross_entropy(
     routing: LayerRouting, slots_per_rank: Sequence[int], seed: int, seconds: float
-) -> Labelled:
+) -> Line:
     """As many iterations as the seconds allow."""
     rng, end = np.random.default_rng(seed), time.process_time() + seconds
-    of, R = wants(routing), len(slots_per_rank)
-    V, E = of.times_VE.shape
+    times_VE, R = wants(routing), len(slots_per_rank)
+    V, E = times_VE.shape
     chance_VR, chance_ER = np.full((V, R), 1 / R), np.full((E, R), 1 / R)
-    load_V = of.times_VE.sum(1)
+    load_V = times_VE.sum(1)
     while time.process_time() < end:
         drawn = []
         for _ in range(SAMPLES):
             rank_E = _equal(_drawn(chance_ER, rng), chance_ER, slots_per_rank, rng)
             label_V = _relaxed(_drawn(chance_VR, rng), load_V, R, rng)
-            drawn.append((_local(of.times_VE, label_V, rank_E), label_V, rank_E))
+            drawn.append((_local(times_VE, label_V, rank_E), label_V, rank_E))
         drawn.sort(key=lambda each: -each[0])
         elite = drawn[: int(ELITE * SAMPLES)]
         chance_VR = np.mean([np.eye(R)[label_V] for _, label_V, _ in elite], axis=0)
         chance_ER = np.mean([np.eye(R)[rank_E] for _, _, rank_E in elite], axis=0)
     rank_E = _equal(chance_ER.argmax(1), chance_ER, slots_per_rank, rng)
-    line = line_of(np.arange(E), rank_E, slots_per_rank, ())
-    return Labelled(line, of.labels(chance_VR.argmax(1)))
+    return line_of(np.arange(E), rank_E, slots_per_rank, ())
 
 
 def _drawn(chance_NR: Floats, rng: np.random.Generator) -> Ints:

@@ -6,16 +6,12 @@ from planner.arrays import Ints
 from planner.placement.routing import LayerRouting, TokenCounts
 
 
-def counts_of(num_experts: int, sets_PK: Ints, ids_P: Ints) -> TokenCounts:
-    """Of all of these tokens."""
+def routing_of(num_experts: int, sets_PK: Ints, ids_P: Ints) -> LayerRouting:
     keys_N, times_N = np.unique(
         (ids_P[:, None] * num_experts + sets_PK).ravel(), return_counts=True
     )
-    return TokenCounts(keys_N // num_experts, keys_N % num_experts, times_N)
-
-
-def routing_of(num_experts: int, sets_PK: Ints, ids_P: Ints) -> LayerRouting:
-    return LayerRouting(num_experts, sets_PK, ids_P, counts_of(num_experts, sets_PK, ids_P))
+    counts = TokenCounts(keys_N // num_experts, keys_N % num_experts, times_N)
+    return LayerRouting(num_experts, sets_PK, ids_P, counts)
 
 
 def planted(

@@ -2,9 +2,8 @@
 rows; each answer is compared with that of an undisturbed run.
 
     python -m benchmarks.robustness                           ranks as plain processes
-    python -m benchmarks.robustness --two-nodes               half of them behind a link, which is
-    cut python -m benchmarks.robustness --served --two-nodes      `tandem serve`, on two Ray nodes
-    python -m benchmarks.robustness --every 2 --seconds 300   SIGKILL alone, without a pause
+    python -m benchmarks.robustness --two-nodes            half of them behind a link, which is cut
+    python -m benchmarks.robustness --served --two-nodes   `tandem serve`, on two Ray nodes
     python -m benchmarks.robustness --served --faults 0 --undisturbed 3600 --hostile   a soak
 
 Exit status 1: an answer was lost or changed, or something is left. As root it runs under a /dev/shm
@@ -109,11 +108,10 @@ def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tup
             load,
             own_shm=own_shm,
             exact=is_exact,
-            until_wrong=options.until_wrong,
             hostile=_hostile(target) if options.hostile else None,
             on_done=report.after_fault,
         )
-        asyncio.run(run.go(undisturbed_s=options.undisturbed, every_s=options.every))
+        asyncio.run(run.go(undisturbed_s=options.undisturbed))
     return report, run, tuple(sorted(segments() - before)) if own_shm else ()
 
 
@@ -155,11 +153,7 @@ def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
     some = {name: weight for name, weight in weights.items() if options.only in name}
     if not some:
         raise ConfigError(f"--only {options.only}: no fault of {', '.join(weights)} has that")
-    count = options.faults
-    if options.every:
-        some = {name: weight for name, weight in some.items() if name.startswith("kill")}
-        count = int(options.seconds / options.every)
-    return drawn(options.seed, count, roles, Mix(some)) if count else []
+    return drawn(options.seed, options.faults, roles, Mix(some)) if options.faults else []
 
 
 def segments() -> set[str]:
@@ -180,10 +174,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--two-nodes", action="store_true", help="half of the ranks elsewhere")
     parser.add_argument("--hostile", action="store_true", help="bad, huge and slow clients beside")
     parser.add_argument("--light", action="store_true", help="few questions and short streams")
-    parser.add_argument("--every", type=float, default=0.0, help="SIGKILL alone, every so many s")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for so long, with --every")
     parser.add_argument("--undisturbed", type=float, default=0.0, help="s under load before faults")
-    parser.add_argument("--until-wrong", action="store_true", help="ends once something is wrong")
     parser.add_argument("--request-timeout", type=float, default=120.0, help="s")
     parser.add_argument("--log", type=Path, default=Path("chaos.log"), help="the server's output")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos.json")

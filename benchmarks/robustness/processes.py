@@ -6,16 +6,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from benchmarks.support.server import ServerProcess
-
 OURS = re.compile(r"tandem|attention|expert|prefill|planner|WorkerShell|Ingress|Groups")
 _ROLES = re.compile(r"(attention-\d+|expert-\d+|prefill-\d+|planner|Ingress|Groups)")
-
-
-def processes(server: ServerProcess) -> dict[str, psutil.Process]:
-    """The processes of Tandem's own, by role. Those of Ray are `others`."""
-    root = psutil.Process(server.pid)
-    return {"serve": root, **roles_of([root])}
 
 
 def roles_of(roots: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
@@ -36,13 +28,6 @@ def _add(found: dict[str, psutil.Process], role: str, process: psutil.Process) -
         number += 1
         name = f"{role} {number}"
     found[name] = process
-
-
-def others(server: ServerProcess, ours: dict[str, psutil.Process]) -> list[psutil.Process]:
-    """Ray's own: GCS, raylet, agents, Serve's controller, idle workers."""
-    known = {process.pid for process in ours.values()}
-    everything = psutil.Process(server.pid).children(recursive=True)
-    return [process for process in everything if process.pid not in known]
 
 
 def listening_ports(ours: dict[str, psutil.Process], http_port: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from types import TracebackType
 
 import psutil
 
@@ -29,12 +28,7 @@ class RayNodes:
             self._places = self._stack
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property

@@ -9,8 +9,6 @@ from benchmarks.robustness import verdict
 from benchmarks.robustness.clients import WRONG
 from benchmarks.robustness.run import Run
 
-WIDTH = 30
-
 
 class Report:
     """output: a JSON file (None: benchmarks/results/chaos.json); the table is beside it, as .md.
@@ -21,7 +19,7 @@ class Report:
 
     def after_fault(self, run: Run) -> None:
         self.write(run, (), is_whole=False)
-        self._bar(run)
+        self._print(run)
 
     def write(self, run: Run, left: tuple[str, ...], *, is_whole: bool = True) -> dict[str, Any]:
         """The summary. left: what is there after the end, in words. is_whole: the run has
@@ -37,14 +35,13 @@ class Report:
         path.with_suffix(".md").write_text(verdict.table(run) + "\n", encoding="utf-8")
         return summary
 
-    def _bar(self, run: Run) -> None:
+    def _print(self, run: Run) -> None:
         done, all_of_them = len(run.done), len(run.faults)
-        filled = round(WIDTH * done / all_of_them)
         passed_s = time.monotonic() - run.began_s
         left_s = passed_s / done * (all_of_them - done)
         wrong = sum(one.how in WRONG for one in run.clients.outcomes) + len(run.wrong)
-        bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done} of {all_of_them} faults"
         summary = f"{len(run.clients.outcomes)} answers, {wrong} wrong, {left_s / 60:.0f} min left"
-        line = f"{bar}, {summary}, last: {run.done[-1].fault.label}"
+        last = run.done[-1].fault.label
+        line = f"{done} of {all_of_them} faults, {summary}, last: {last}"
         end = "\r" if self._console.isatty() and done < all_of_them else "\n"
         print(f"{line:<119}", end=end, file=self._console, flush=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import httpx
 
-from benchmarks.robustness.clients import WRONG, Clients, Outcome
+from benchmarks.robustness.clients import Clients, Outcome
 from benchmarks.robustness.hostile import HostileTraffic
 from benchmarks.robustness.leaks import Leaks, held, shared
 from benchmarks.robustness.links import Links
@@ -33,7 +31,6 @@ SETTLE_S = 10.0  # limit until resources return to their level before the fault
 POLL_S = 0.05
 DRAIN_S = 60.0
 PIECES = 32  # of a stream with two choices, after which earlier losses count no longer
-WINDOW_S = 10.0
 LAUNCHER = "launcher-0"
 HOSTILE_PER_S = 2.0
 
@@ -80,7 +77,7 @@ class Done(NamedTuple):
 
 class Run:
     """differed: undisturbed answers that differed when repeated, by kind. on_done: called after
-    each fault. own_shm: no other program uses /dev/shm. until_wrong: end at the first failure."""
+    each fault. own_shm: no other program uses /dev/shm."""
 
     def __init__(
         self,
@@ -90,12 +87,11 @@ class Run:
         *,
         own_shm: bool = False,
         exact: bool = True,
-        until_wrong: bool = False,
         hostile: HostileTraffic | None = None,
         on_done: Callable[[Run], None] = lambda _: None,
     ) -> None:
         self._target, self.faults, self._load = target, faults, load
-        self._own_shm, self._on_done, self._until_wrong = own_shm, on_done, until_wrong
+        self._own_shm, self._on_done = own_shm, on_done
         self._leaks = Leaks()
         self.clients = Clients(lambda: target.urls, target.ended, exact=exact)
         self.undisturbed: list[Outcome] = []  # before the first fault, under the same load
@@ -107,9 +103,8 @@ class Run:
         self.hostile = hostile
         self.used_blocks: dict[str, float] = {}  # by rank, at the end
 
-    async def go(self, *, undisturbed_s: float = 0.0, every_s: float = 0.0) -> None:
-        """undisturbed_s: under load before the first fault. every_s: faults come so often, whether
-        everything serves again or not; 0: once it does."""
+    async def go(self, *, undisturbed_s: float = 0.0) -> None:
+        """undisturbed_s: under load before the first fault."""
         self.differed = dict(await self.clients.learn(self._load))
         load = asyncio.create_task(self.clients.run(self._load))
         beside = [asyncio.create_task(self.memory.run())]
@@ -119,24 +114,17 @@ class Run:
         self.undisturbed, self.clients.outcomes = self.clients.outcomes, []
         self.began_s = time.monotonic()
         try:
-            await (self._faults_every(every_s) if every_s else self._faults_in_turn())
+            await self._faults_in_turn()
         finally:
             for task in beside:
                 task.cancel()
             self.clients.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(load, 0.0 if self._is_over else DRAIN_S)
+                await asyncio.wait_for(load, DRAIN_S)
         self.wrong += self.memory.failures()
         if self.hostile is not None:
             self.wrong += self.hostile.failures
-        if not self._is_over:
-            await self._wait_free()
-
-    @property
-    def _is_over(self) -> bool:
-        never = any(one.whole_s is None for one in self.done)
-        answers = any(one.how in WRONG for one in self.clients.outcomes)
-        return self._until_wrong and (bool(self.wrong) or never or answers)
+        await self._wait_free()
 
     async def _faults_in_turn(self) -> None:
         pending: list[tuple[Fault, float]] = []
@@ -152,8 +140,6 @@ class Run:
             await asyncio.sleep(max(0.3, longest_s))
             whole_at_s = await self._whole()
             self.done += [self._done(each, at_s, whole_at_s) for each, at_s in pending]
-            if self._is_over:
-                return
             await self._answers_come_on(time.monotonic())
             await self._count(" and ".join(sorted({each.kind_and_role for each, _ in pending})))
             now = await asyncio.to_thread(self._places)
@@ -162,40 +148,6 @@ class Run:
                 self.wrong += not_adopted(before, now)
             pending = []
             self._on_done(self)
-
-    async def _faults_every(self, period_s: float) -> None:
-        next_s = time.monotonic()
-        for fault in self.faults:
-            next_s += period_s
-            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-            at_s = time.monotonic()
-            await self._do(fault)
-            self.done.append(Done(fault, at_s, 0.0, None))
-            self._on_done(self)
-        for place, pieces in enumerate(self.windows()):
-            if not pieces:
-                self.wrong.append(f"no token from {place * WINDOW_S:g} s on for {WINDOW_S:g} s")
-        if await self._whole() is None:
-            self.wrong.append(f"not whole again within {WHOLE_S:g} s after the last fault")
-
-    def windows(self) -> list[int]:
-        """Pieces of streams that came in each whole window since the first fault was due."""
-        whole = int((time.monotonic() - self.began_s) / WINDOW_S)
-        places = (
-            int((arrived_at_s - self.began_s) // WINDOW_S)
-            for stream in self.clients.streams
-            for arrived_at_s in stream.arrived_s
-        )
-        counts = Counter(places)
-        return [counts[place] for place in range(whole)]
-
-    def longest_silence_s(self) -> float:
-        """Without a piece of any stream, since the first fault was due."""
-        arrived = (
-            arrived_at_s for stream in self.clients.streams for arrived_at_s in stream.arrived_s
-        )
-        arrivals = [self.began_s, *sorted(s for s in arrived if s > self.began_s)]
-        return max((after - before for before, after in itertools.pairwise(arrivals)), default=0.0)
 
     async def _do(self, fault: Fault) -> None:
         loop = asyncio.get_running_loop()

@@ -94,8 +94,6 @@ def summary(run: Run, left: Sequence[str]) -> dict[str, Any]:
         "wrong": sum(one.how in WRONG for one in outcomes),
         "rounded_otherwise": shares(outcomes),
         "rounded_otherwise_undisturbed": shares(run.undisturbed),
-        "tokens_pieces_in_each_10_s": run.windows(),
-        "longest_s_without_a_piece": run.longest_silence_s(),
         "cut_with_their_ingress_and_asked_again": run.clients.cut_with_ingress,
         "undisturbed_answers_that_differed": run.differed,
         "left": list(left),

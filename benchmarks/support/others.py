@@ -1,15 +1,11 @@
-"""How busy other programs keep the machine: figures of a run that shared it are not the machine's.
+"""How busy other programs keep the machine: figures of a run that shared it are not its own."""
 
-Linux: clock ticks from /proc.
-"""
-
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
+
 MOMENT_S = 0.3
 QUIET_ROUNDS = 3
 
@@ -28,7 +24,9 @@ class Others:
         return max(0.0, spent_s / (time.monotonic() - self._started_s))
 
     def _seconds(self) -> float:
-        return _machine_ticks() / TICKS_PER_S - cpu_seconds(self._ours)
+        times = psutil.cpu_times()
+        busy_s = times.user + times.nice + times.system + times.irq + times.softirq
+        return float(busy_s) - sum(map(_process_s, self._ours))
 
 
 def wait_for_idle(ours: Sequence[int], *, limit_s: float, cores: float) -> bool:
@@ -51,23 +49,10 @@ def quietest(samples: Sequence[Any], cores: float) -> list[Any]:
     return sorted(samples, key=lambda sample: sample.others_cores)[:QUIET_ROUNDS]
 
 
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time of these processes so far, to a clock tick (10 ms)."""
-    return sum(map(_process_ticks, pids)) / TICKS_PER_S
-
-
-def _machine_ticks() -> int:
-    """user, nice, system, irq and softirq of all cores."""
-    first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-    user, nice, system, _, _, irq, softirq = map(int, first.split()[1:8])
-    return user + nice + system + irq + softirq
-
-
-def _process_ticks(pid: int) -> int:
-    """user and system time of all its threads; 0 if it is gone."""
+def _process_s(pid: int) -> float:
+    """CPU time of all its threads; 0 if it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return 0
-    fields = text.rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)

@@ -5,26 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.sides import Implementation
-
-BATCH_TOKENS = 4096
-
-
-class ScoredRow(NamedTuple):
-    """A row of token ids, and the positions whose logits are wanted."""
-
-    token_ids: list[int]
-    positions: range
-
-    @classmethod
-    def last(cls, token_ids: list[int]) -> ScoredRow:
-        return cls(token_ids, range(len(token_ids) - 1, len(token_ids)))
 
 
 class PaddedModel:
@@ -38,24 +24,21 @@ class PaddedModel:
         self._model.set_attn_implementation(implementation.attention)
 
     @torch.inference_mode()
-    def logits(
-        self, rows: Sequence[ScoredRow], batch_tokens: int = BATCH_TOKENS
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(index, logits [positions, V] in float32) of every row, in the order of their lengths.
+    def logits(self, rows: Sequence[list[int]], batch_tokens: int) -> Iterator[tuple[int, Tensor]]:
+        """(index, last logits [V] in float32) of every row of ids, in the order of their lengths.
 
         Rows are padded on the right. Attention is causal, so that no token sees its row's padding,
         and no mask is needed, with which attention would be slower.
         """
-        for batch in batches([len(row.token_ids) for row in rows], batch_tokens):
-            longest = max(len(rows[index].token_ids) for index in batch)
+        for batch in batches([len(row) for row in rows], batch_tokens):
+            longest = max(len(rows[index]) for index in batch)
             ids = torch.zeros(len(batch), longest, dtype=torch.long)
             for place, index in enumerate(batch):
-                row = rows[index].token_ids
-                ids[place, : len(row)] = torch.tensor(row)
+                ids[place, : len(rows[index])] = torch.tensor(rows[index])
             hidden = self._model.model(input_ids=ids, use_cache=False).last_hidden_state
-            wanted = [hidden[n, list(rows[index].positions)] for n, index in enumerate(batch)]
-            head = self._model.lm_head(torch.cat(wanted)).float()
-            yield from zip(batch, head.split([len(some) for some in wanted]), strict=True)
+            last = [len(rows[index]) - 1 for index in batch]
+            head = self._model.lm_head(hidden[torch.arange(len(batch)), last]).float()
+            yield from zip(batch, head, strict=True)
 
 
 @torch.inference_mode()

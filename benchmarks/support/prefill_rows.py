@@ -50,12 +50,6 @@ class Rows(NamedTuple):
         step = max(1, self.tokens // tokens)
         return Rows(self.token_ids[::step], self.candidates)
 
-    def first(self, tokens: int) -> Rows:
-        """The first rows, of about `tokens` together: less sharing, for a quick run."""
-        ends = list(itertools.accumulate(map(len, self.token_ids)))
-        count = sum(end <= tokens for end in ends)
-        return Rows(self.token_ids[: max(1, count)], self.candidates)
-
     def behind(self, number: int, *, apart: bool) -> Rows:
         """With a token in front of each row, another one for each number: other rows for any cache.
         apart: and another one for each row, so that no two begin alike."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.channels.handshake import Identity
 from actors.planning.planner_inputs import shape_of
-from benchmarks.support.padded import PaddedModel, ScoredRow
+from benchmarks.support.padded import PaddedModel
 from benchmarks.support.prefill_rows import Encode, Rows
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.sides import Implementation
@@ -125,8 +125,7 @@ class TheirPrefill:
         if self.choice is None:
             raise RuntimeError("choose an implementation first")
         self._model.use(self.choice.implementation)
-        scored = [ScoredRow.last(ids) for ids in rows.token_ids]
-        out = torch.empty(len(scored), len(rows.candidates))
-        for index, logits in self._model.logits(scored, self.choice.batch_tokens):
-            out[index] = logits[0, rows.candidates]
-        return Answer(out, [0] * len(scored))
+        out = torch.empty(len(rows.token_ids), len(rows.candidates))
+        for index, logits in self._model.logits(rows.token_ids, self.choice.batch_tokens):
+            out[index] = logits[rows.candidates]
+        return Answer(out, [0] * len(out))

@@ -57,6 +57,7 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "vocab_size": 1024,
 }
+SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 
 
 class RandomModel(NamedTuple):

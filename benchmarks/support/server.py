@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -25,30 +23,29 @@ POLL_S = 0.02
 
 class ServerProcess:
     """A context manager: starts at once, and is gone afterwards. `url` has no /v1.
-    checkout: source tree to run (default: this one). limits: for `resource.setrlimit` of every
-    process, by resource. log: file for its standard error."""
+    checkout: source tree to run (default: this one). log: file for its standard error."""
 
     def __init__(
         self,
         *arguments: str,
         checkout: Path | None = None,
-        limits: Mapping[int, int] | None = None,
+        environment: Mapping[str, str] = os.environ,
         log: Path | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments: Sequence[str] = arguments
         self._checkout = checkout
-        self._limits = dict(limits or {})
+        self._environment = environment
         self._log = log
-
-    def _limit(self) -> None:
-        for kind, most in self._limits.items():
-            resource.setrlimit(kind, (most, most))
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
 
     def __enter__(self) -> ServerProcess:
         self.started_s = time.monotonic()
@@ -60,18 +57,12 @@ class ServerProcess:
                 [*command, *self._arguments],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                preexec_fn=self._limit,
                 cwd=folder,
-                env=None if folder is None else {**os.environ, "PYTHONPATH": folder},
+                env={**self._environment, **({"PYTHONPATH": folder} if folder else {})},
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(STOP_TIMEOUT_S)

@@ -33,7 +33,6 @@ class SimulatedWorker:
         self._reports = 0
         self.flops_done = 0
         self.cached_tokens = 0
-        self.busy_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -65,7 +64,6 @@ class SimulatedWorker:
             self.cached_tokens += done_tokens
         self.flops_done += flops
         seconds = max(flops / machine.flops_per_s, machine.transfer_s)
-        self.busy_s += seconds
         return seconds, self._report(progress=tuple(progress), evicted=self._evict())
 
     def finish(self) -> WorkerReport:

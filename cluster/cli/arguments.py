@@ -59,5 +59,4 @@ def add_command(
 
 
 def pretty(value: Any) -> str:
-    """Return indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()

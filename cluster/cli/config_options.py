@@ -10,20 +10,17 @@ from contracts.loading import load_config
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help='Hugging Face model folder, or "bundled"')
-    command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    add = command.add_argument
+    add("--model", help='Hugging Face model folder, or "bundled"')
+    add("--dtype", choices=("auto", "bfloat16", "float32"))
     for group in ("attention", "expert", "prefill"):
-        command.add_argument(f"--{group}-ranks", type=int, metavar="N")
-    command.add_argument("--config", type=Path, help="YAML or TOML file")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
-    )
+        add(f"--{group}-ranks", type=int, metavar="N")
+    add("--config", type=Path, help="YAML or TOML file")
+    add("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
 
-    command.add_argument("--served-model-name", metavar="M", help="name of the model for clients")
-    command.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), help="default info"
-    )
-    command.add_argument("--name", help='of the application on its Ray cluster (default "tandem")')
+    add("--served-model-name", metavar="M", help="name of the model for clients")
+    add("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
+    add("--name", help='of the application on its Ray cluster (default "tandem")')
 
 
 def config_from_options(options: argparse.Namespace) -> TandemConfig:
@@ -46,8 +43,3 @@ def config_from_options(options: argparse.Namespace) -> TandemConfig:
     }
     extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return with_absolute_paths(load_config(options.config, [*options.set, *extra]), Path.cwd())
-
-
-def group_sizes(options: argparse.Namespace) -> tuple[int | None, ...]:
-    """Return the numbers of attention ranks, expert ranks and prefill workers as given."""
-    return options.attention_ranks, options.expert_ranks, options.prefill_ranks

@@ -39,7 +39,6 @@ def sections() -> Iterator[tuple[str, types.StructType]]:
 
 
 def config_keys(config: TandemConfig) -> list[ConfigKey]:
-    """Return all keys in the order of the sections."""
     defaults, values = msgspec.to_builtins(TandemConfig()), msgspec.to_builtins(config)
     keys: list[ConfigKey] = []
     for section, kind in sections():

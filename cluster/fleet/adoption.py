@@ -15,9 +15,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Collection
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
 
 import ray
 from ray import PlacementGroupID
@@ -59,8 +56,8 @@ def adopt(config: TandemConfig, model_folder: str, store: FleetStore) -> Fleet |
             kill_orphans(store.application, record.names)
             groups = _groups(config, model_folder, record, store.application)
             event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
-            scrape_targets = create_scrape_targets(config)
-            return Fleet(record.token, groups, scrape_targets, config, store, record.scale)
+            targets = create_scrape_targets(config)
+            return Fleet(record.token, groups, config, targets, store, record.scale)
         except (TandemError, RayError) as error:
             event(log, "fleet_adoption_failed", logging.ERROR, error=error)
     kill_orphans(store.application, set() if ending is None else ending.names)
@@ -158,14 +155,9 @@ def _check_identities(members: list[Member], token: bytes) -> None:
     digest = hashlib.sha256(token).digest()
     end_s = time.monotonic() + REPLY_TIMEOUT_S
     for member, answer in pending:
-        found = _answer(answer, end_s)
-        expected = (member.name, member.spec.epoch, digest)
-        if found is not None and tuple(found) != expected:
+        try:
+            found = answer.result(max(0.0, end_s - time.monotonic()))
+        except (TandemError, RayError, TimeoutError):
+            continue
+        if tuple(found) != (member.name, member.spec.epoch, digest):
             raise LaunchError(f"{member.name} is {found[0]} of epoch {found[1]}: not ours")
-
-
-def _answer(answer: Future[Any], end_s: float) -> Any:
-    try:
-        return answer.result(max(0.0, end_s - time.monotonic()))
-    except (TandemError, RayError, FutureTimeoutError):
-        return None

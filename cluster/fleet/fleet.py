@@ -28,7 +28,6 @@ from cluster.fleet.tracing import gather_traces, trace_answer
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
-from contracts.errors import RequestError
 from contracts.logs import event
 from contracts.plan import Plan
 from contracts.ranks import Group, RankStatus
@@ -37,6 +36,7 @@ from contracts.traces import TaskSpan, TraceResponse
 
 RETRY_S = 1.0  # between attempts; doubled up to MAX_RETRY_S
 MAX_RETRY_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
 SPARE_THREADS = 16  # for ranks that are added later
 
 
@@ -76,13 +76,10 @@ class Supervisor:
             stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
             checked_s = now_s
             self.check(now_s, stalled_s)
-            self._notify_round()
-
-    def _notify_round(self) -> None:
-        try:
-            self._on_round()
-        except Exception as error:  # noqa: BLE001 - supervision continues with the next round
-            event(log, "supervision_publish_failed", logging.WARNING, error=error)
+            try:
+                self._on_round()
+            except Exception as error:  # noqa: BLE001 - supervision continues with the next round
+                event(log, "supervision_publish_failed", logging.WARNING, error=error)
 
     def _act(self, group: RankGroup, action: Action) -> None:
         if isinstance(action, GiveUp):
@@ -177,26 +174,23 @@ class Fleet:
         self,
         token: bytes,
         groups: Sequence[RankGroup],
+        config: TandemConfig,
         scrape_targets: ScrapeTargets | None = None,
-        config: TandemConfig | None = None,
         store: FleetStore | None = None,
         kept: ScaleCheckpoint | None = None,
     ) -> None:
         """Supervise `groups` and record them for adoption.
 
-        config: configuration of the launch, if the number of ranks can change.
         store: record for a launcher that adopts the ranks.
         kept: scaling state of the previous launcher, which is resumed.
         """
         self._token, self._store, self._all_groups = token, store, groups
         self._store_lock = threading.Lock()  # guards the store
-        self._resizer: Resizer | None = None
         self._scalers: list[Autoscaler] = []
-        if config is not None:
-            if config.scaling.max_prefill_ranks is not None:
-                workers = [group for group in groups if group.kind is Group.PREFILL]
-                self._scalers = [Autoscaler(group, config) for group in workers]
-            self._resizer = Resizer(groups, config, self._scalers, self._save_record)
+        if config.scaling.max_prefill_ranks is not None:
+            workers = [group for group in groups if group.kind is Group.PREFILL]
+            self._scalers = [Autoscaler(group, config) for group in workers]
+        self._resizer = Resizer(groups, config, self._scalers, self._save_record)
         if kept is None:  # else the record is current
             self._save_record()
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
@@ -208,7 +202,7 @@ class Fleet:
             scrape_targets.open(self._telemetry)
         self._planner_discovery = PlannerDiscovery(groups)
         self._supervisor = Supervisor(groups, self._on_round)
-        if self._resizer is not None and kept is not None:
+        if kept is not None:
             self._resizer.resume(kept)
         self._supervisor.start()
         for scaler in self._scalers:
@@ -216,7 +210,6 @@ class Fleet:
 
     @property
     def directory(self) -> Directory:
-        """Current addresses of the ranks."""
         generating = [group for group in self._groups if group.kind is not Group.PREFILL]
         return Directory(
             client_addresses=_addresses(generating),
@@ -239,14 +232,11 @@ class Fleet:
 
     def scale(self, requested: ScaleTarget) -> ScaleState:
         """Start to change the number of ranks. Raises the errors of `Resizer.begin`."""
-        if self._resizer is None:
-            raise RequestError("the ranks of this server are as many as they are", None)
         return self._resizer.begin(requested)
 
     @property
     def scale_state(self) -> ScaleState:
-        """Progress of the last scale."""
-        return ScaleState() if self._resizer is None else self._resizer.state
+        return self._resizer.state
 
     def status(self, timeout_s: float) -> list[RankStatus]:
         """Return the status of each rank except the planner.
@@ -254,7 +244,7 @@ class Fleet:
         A rank that does not answer is unhealthy.
         """
         answers = []
-        for member, future in self._call_all("status", self._groups):
+        for member, future in _call_all("status", self._groups):
             try:
                 answers.append(future.result(timeout_s))
             except Exception as error:  # noqa: BLE001 - any error is the status of that rank
@@ -264,7 +254,7 @@ class Fleet:
     def metrics(self, timeout_s: float) -> list[str]:
         """Return the Prometheus text of each process that answers, and of the launcher."""
         pages: dict[str, str | None] = {}  # by process: a replacement has another epoch
-        for member, future in self._call_all("metrics", self._all_groups):
+        for member, future in _call_all("metrics", self._all_groups):
             process = f"{member.name} {member.spec.epoch}"
             try:
                 pages[process] = future.result(timeout_s)
@@ -276,7 +266,7 @@ class Fleet:
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         """Return the recorded spans of all ranks in order of their start. Raises a rank's error."""
-        pending = self._call_all("spans", self._groups)
+        pending = _call_all("spans", self._groups)
         spans = [span for _, future in pending for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
 
@@ -285,13 +275,13 @@ class Fleet:
 
         seconds: age of `since_s`; 0: clocks only.
         """
-        members = [member for group in self._all_groups for member in group.members]
-        found = gather_traces(members, since_s, monotonic_s, spans=seconds > 0)
+        ranks = [member.handle for group in self._all_groups for member in group.members]
+        found = gather_traces(ranks, since_s, monotonic_s, spans=seconds > 0)
         return trace_answer(found, seconds, first_pid)
 
     def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
         """Use this plan for all batches from now on; None: choose per batch."""
-        for _, future in self._call_all("pin_plan", self._groups, plan):
+        for _, future in _call_all("pin_plan", self._groups, plan):
             future.result(timeout_s)
 
     def block_adoption(self) -> None:
@@ -300,25 +290,15 @@ class Fleet:
             with self._store_lock:
                 self._store.end()
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop scaling and supervision, then ranks in order; kill actors and release placements."""
-        if self._resizer is not None:
-            self._resizer.close(timeout_s)
+        self._resizer.close(timeout_s)
         for scaler in self._scalers:
             scaler.close(timeout_s)
         self._supervisor.close(timeout_s)
         if self.scrape_targets is not None:
             self.scrape_targets.close()
-        for member, future in self._call_all("stop", self._all_groups):
-            try:
-                future.result(timeout_s)
-            except Exception as error:  # noqa: BLE001 - it is killed next in any case
-                name = member.name
-                event(log, "rank_stop_failed", logging.WARNING, name=name, error=error)
-            kill_all([member.handle])
-        places = [member.place.placed for group in self._all_groups for member in group.members]
-        for placed in {id(placed): placed for placed in places}.values():
-            placed.release()
+        stop_ranks(self._all_groups, timeout_s)
         if self._store is not None:
             self._store.leave()
 
@@ -347,20 +327,31 @@ class Fleet:
         if self._store is None:
             return
         with self._store_lock:
-            kept = None if self._resizer is None else self._resizer.kept
-            self._store.write(self._token, self._all_groups, kept)
+            self._store.write(self._token, self._all_groups, self._resizer.kept)
 
     @property
     def _prefill(self) -> list[RankGroup]:
         return [group for group in self._groups if group.kind is Group.PREFILL]
 
-    @staticmethod
-    def _call_all(
-        method: str, groups: Sequence[RankGroup], *arguments: Any
-    ) -> list[tuple[Member, Future[Any]]]:
-        """Call a method of all ranks at once."""
-        members = [member for group in groups for member in group.members]
-        return [(member, member.handle.call(method, *arguments)) for member in members]
+
+def stop_ranks(groups: Sequence[RankGroup], timeout_s: float) -> None:
+    """Stop ranks in order; kill their actors and release their placements."""
+    for member, future in _call_all("stop", groups):
+        try:
+            future.result(timeout_s)
+        except Exception as error:  # noqa: BLE001 - it is killed next in any case
+            event(log, "rank_stop_failed", logging.WARNING, name=member.name, error=error)
+        kill_all([member.handle])
+    places = [member.place.placed for group in groups for member in group.members]
+    for placed in {id(placed): placed for placed in places}.values():
+        placed.release()
+
+
+def _call_all(
+    method: str, groups: Sequence[RankGroup], *arguments: Any
+) -> list[tuple[Member, Future[Any]]]:
+    members = [member for group in groups for member in group.members]
+    return [(member, member.handle.call(method, *arguments)) for member in members]
 
 
 def _addresses(groups: Sequence[RankGroup]) -> dict[str, str]:

@@ -23,8 +23,6 @@ _NAMESPACE = b"tandem"
 
 
 class RoomRecord(msgspec.Struct, frozen=True):
-    """A placement group."""
-
     name: str
     device: str
     requests: list[RankRequest]
@@ -68,7 +66,6 @@ class FleetRecord(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> set[str]:
-        """Names of all placement groups and actors in Ray."""
         actors = {one.actor for group in self.groups for one in (*group.ranks, *group.draining)}
         return actors | {room.name for room in self.rooms}
 
@@ -85,13 +82,13 @@ class FleetStore:
         self._writer = own_identity()
 
     def write(
-        self, token: bytes, groups: Sequence[RankGroup], scale: ScaleCheckpoint | None = None
+        self,
+        token: bytes,
+        groups: Sequence[RankGroup],
+        scale: ScaleCheckpoint = ScaleCheckpoint(),  # noqa: B008 - frozen
     ) -> None:
-        """Write the current state, if it has changed and `end` was not called.
-
-        scale None: never scaled.
-        """
-        body = msgspec.msgpack.encode(self._record(token, groups, scale or ScaleCheckpoint()))
+        """Write the current state, if it has changed and `end` was not called."""
+        body = msgspec.msgpack.encode(self._record(token, groups, scale))
         if body != self._written and not self._is_ending:
             _internal_kv_put(self._key, body, namespace=_NAMESPACE)
             self._written = body
@@ -134,7 +131,6 @@ class FleetStore:
         return record if fits else None
 
     def latest(self) -> FleetRecord | None:
-        """Return the last record of any launcher."""
         body = _internal_kv_get(self._key, namespace=_NAMESPACE)
         if body is None:
             return None

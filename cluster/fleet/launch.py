@@ -15,7 +15,7 @@ import ray
 from actors.channels.handshake import new_token
 from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import GroupSpec, Seat, form_group, make_specs
-from cluster.fleet.fleet import Fleet
+from cluster.fleet.fleet import CLOSE_TIMEOUT_S, Fleet, stop_ranks
 from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.hardware import load_hardware
 from cluster.fleet.metrics_endpoint import create_scrape_targets
@@ -75,19 +75,12 @@ def launch(
         launched = [
             threads.submit(launch_pipeline, group_spec, one, with_kv, shares) for one in places
         ]
-    errors = [future.exception() for future in launched]
-    formed = [
-        group
-        for future, error in zip(launched, errors, strict=True)
-        if error is None
-        for group in future.result()
-    ]
-    error = next((error for error in errors if error is not None), None)
-    if error is None:
-        return Fleet(token, formed, create_scrape_targets(config), config, store)
-    if formed:
-        Fleet(token, formed).close()
-    raise error
+    errors = [error for future in launched if (error := future.exception())]
+    formed = [group for each in launched if not each.exception() for group in each.result()]
+    if errors:
+        stop_ranks(formed, CLOSE_TIMEOUT_S)
+        raise errors[0]
+    return Fleet(token, formed, config, create_scrape_targets(config), store)
 
 
 def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
@@ -112,10 +105,7 @@ def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
 
 
 def launch_pipeline(
-    common: GroupSpec,
-    placed: RankPlacement,
-    with_kv: Counter[str],
-    shares: CoreShares | None = None,
+    common: GroupSpec, placed: RankPlacement, with_kv: Counter[str], shares: CoreShares
 ) -> list[RankGroup]:
     """Start and form the ranks of one placement.
 
@@ -158,7 +148,5 @@ def _formation(common: GroupSpec, placed: RankPlacement) -> GroupSpec:
     plans = any(request.group is Group.PLANNER for request in placed.requests)
     channel = resolve_backend(config, placed.device, hosts)
     event(log, "channel_selected", backend=channel.backend, reason=channel.reason)
-    return common._replace(
-        backend=channel.backend,
-        hardware=load_hardware(name) if plans and name else None,
-    )
+    hardware = load_hardware(name) if plans and name else None
+    return common._replace(backend=channel.backend, hardware=hardware)

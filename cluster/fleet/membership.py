@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import msgspec
 import ray
@@ -124,7 +123,7 @@ def _start_rank(
         )
     except BaseException as error:
         kill_all([handle])
-        if isinstance(error, FutureTimeoutError):
+        if isinstance(error, TimeoutError):
             raise LaunchError(f"{name} did not start within {timeout_s:g} s") from None
         raise
     return Member(spec, place, handle, ready)
@@ -169,7 +168,7 @@ def _wait_drained(member: Member, until_s: float, closing: threading.Event) -> N
             status: RankStatus = member.handle.call("status").result(REPLY_TIMEOUT_S)
             if drain_reply.done():
                 drain_reply.result()
-        except FutureTimeoutError:
+        except TimeoutError:
             continue
         except (TandemError, RayError) as error:
             event(log, "rank_lost_while_draining", logging.WARNING, name=member.name, reason=error)
@@ -181,7 +180,7 @@ def _wait_drained(member: Member, until_s: float, closing: threading.Event) -> N
 def _has_stopped(member: Member) -> bool:
     try:
         member.handle.call("stop").result(REPLY_TIMEOUT_S)
-    except (TandemError, RayError, FutureTimeoutError) as error:
+    except (TandemError, RayError, TimeoutError) as error:
         event(log, "rank_stop_failed", logging.WARNING, name=member.name, error=error)
         return False
     return True
@@ -200,7 +199,6 @@ class Autoscaler:
         self._thread.start()
 
     def keep(self, least: int) -> None:
-        """Set the minimum number of workers."""
         self._policy.least = least
 
     def close(self, timeout_s: float) -> None:
@@ -226,7 +224,7 @@ class Autoscaler:
         while not self._closing.wait(POLL_PERIOD_S):
             try:
                 self.poll(time.monotonic())
-            except (TandemError, RayError, FutureTimeoutError, CancelledError) as error:
+            except (TandemError, RayError, TimeoutError, CancelledError) as error:
                 event(log, "prefill_scale_failed", logging.ERROR, error=error)
                 self._closing.wait(self._config.scaling.look_back_period_s)
 

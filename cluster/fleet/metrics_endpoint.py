@@ -225,7 +225,7 @@ def _target(member: Member) -> ScrapeTarget:
         address=member.ready.metrics_address,
         group=member.spec.group,
         rank=member.name,
-        node=member.place.placed.node(member.place.bundle).host,
+        node=member.place.node.host,
     )
 
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import models
 from contracts.config import BUNDLED
@@ -50,14 +49,7 @@ def public_name(path: str, folder: Path) -> str:
     return folder.name if path == BUNDLED or given == ".." else given
 
 
-class TokenizerInfo(NamedTuple):
-    """Properties of a working tokenizer."""
-
-    vocab_size: int
-    has_chat_template: bool
-
-
-def check_tokenizer(folder: Path) -> TokenizerInfo:
+def check_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer and render a chat, in milliseconds.
 
     Raises CheckpointError for errors that would prevent the ingress's start or every chat answer.
@@ -72,7 +64,7 @@ def check_tokenizer(folder: Path) -> TokenizerInfo:
                 f"{folder}: the chat template fails on a chat of one message, {TRIVIAL!r}: "
                 f"{error.message}; mend it, or take it away to serve without chats"
             ) from None
-    return TokenizerInfo(tokenizer.vocab_size, tokenizer.has_chat_template)
+    return tokenizer
 
 
 def is_hub_id(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -253,7 +253,7 @@ def place_ranks(
     requests: list[RankRequest],
     config: TandemConfig,
     device: str,
-    application: str = "",
+    application: str,
     *,
     beside: str | None = None,
 ) -> RankPlacement:
@@ -277,7 +277,6 @@ def _node_of(placement: PlacementGroup, bundle: int) -> Node:
 
 
 def this_node() -> Node:
-    """Return the node of the calling process."""
     return _node(ray.get_runtime_context().get_node_id())
 
 
@@ -288,28 +287,25 @@ def _node(id: str) -> Node:
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
+def _seated(placed: Sequence[RankPlacement]) -> Iterator[tuple[RankRequest, Node]]:
+    """Yield each rank with its initial node."""
+    for one in placed:
+        yield from zip(one.requests, one.nodes, strict=True)
+
+
 CoreShares = dict[tuple[Group, int], tuple[int, int]]
 
 
 def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
     """Count the ranks with a KV pool (attention, prefill) per node id."""
-    return Counter(
-        node.id
-        for one in placed
-        for request, node in zip(one.requests, one.nodes, strict=True)
-        if request.group in (Group.ATTENTION, Group.PREFILL)
-    )
+    with_pool = (Group.ATTENTION, Group.PREFILL)
+    return Counter(node.id for request, node in _seated(placed) if request.group in with_pool)
 
 
 def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counter[str]:
     """Count prefill workers that may be added later, on each node that has one now."""
     later = config.prefill_slots - config.groups.prefill_ranks
-    nodes = {
-        node.id
-        for one in placed
-        for request, node in zip(one.requests, one.nodes, strict=True)
-        if request.group is Group.PREFILL
-    }
+    nodes = {node.id for request, node in _seated(placed) if request.group is Group.PREFILL}
     return Counter(dict.fromkeys(nodes, later))
 
 
@@ -317,8 +313,7 @@ def core_shares(placed: Sequence[RankPlacement]) -> CoreShares:
     """Return the number of each computing rank among those of its node, and their number."""
     nodes = {
         (request.group, request.rank): node.id
-        for one in placed
-        for request, node in zip(one.requests, one.nodes, strict=True)
+        for request, node in _seated(placed)
         if request.group is not Group.PLANNER
     }
     on_node, seen = Counter(nodes.values()), Counter[str]()
@@ -329,9 +324,7 @@ def core_shares(placed: Sequence[RankPlacement]) -> CoreShares:
     return shares
 
 
-def seat_ranks(
-    placed: RankPlacement, with_kv: Counter[str], shares: CoreShares | None = None
-) -> list[Seat]:
+def seat_ranks(placed: RankPlacement, with_kv: Counter[str], shares: CoreShares) -> list[Seat]:
     """Return the seat of each rank.
 
     with_kv: ranks that share a node's memory, unless on own GPUs. shares: of a node's cores.
@@ -343,7 +336,7 @@ def seat_ranks(
             name,
             node.listen_host,
             1 if request.resources.get("GPU", 0) >= 1 else max(1, with_kv[node.id]),
-            (shares or {}).get((request.group, request.rank), (0, 0)),
+            shares.get((request.group, request.rank), (0, 0)),
         )
-        for request, node in zip(placed.requests, placed.nodes, strict=True)
+        for request, node in _seated([placed])
     ]

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import ray
@@ -37,7 +37,6 @@ class RankBundle(NamedTuple):
     bundle: int
 
     def start(self) -> RayRank:
-        """Start the process. See `RankPlacement.start`."""
         return self.placed.start(self.bundle)
 
     @property
@@ -51,7 +50,6 @@ class RankBundle(NamedTuple):
 
     @property
     def needs(self) -> dict[str, float]:
-        """Ray resources of the rank."""
         return self.placed.requests[self.bundle].resources
 
 
@@ -65,7 +63,6 @@ class Member:
         self.assign(spec, handle, ready)
 
     def assign(self, spec: RankSpec, handle: RayRank, ready: RankReady) -> None:
-        """Assign a new process to this place."""
         self.spec, self.handle, self.ready = spec, handle, ready
         self.replacement_reason = ""
         self.status: RankStatus | None = None
@@ -81,10 +78,6 @@ class Member:
     def is_up(self) -> bool:
         """True if the last check found no problem."""
         return not self.replacement_reason and not self._problem
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the current process."""
-        return self.handle.call(method, *arguments)
 
     def check(self, now_s: float, stalled_s: float) -> str:
         """Return the rank's problem, or an empty string.
@@ -162,7 +155,6 @@ class RankGroup:
 
     @property
     def working(self) -> list[Member]:
-        """Members that are not being replaced."""
         return [member for member in self.members if not member.replacement_reason]
 
     @property

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import msgspec
 import ray
@@ -160,7 +159,7 @@ class Resizer:
                 self._resize(KIND_OF[name], count)
         except (TandemError, RayError) as error:
             reason = str(error).partition("\n")[0]
-        except (FutureTimeoutError, CancelledError) as error:
+        except (TimeoutError, CancelledError) as error:
             reason = f"no answer in time ({type(error).__name__})"
         except Exception as error:  # noqa: BLE001 - logged and reported in `state`
             event(log, "scale_failed", logging.ERROR, error)

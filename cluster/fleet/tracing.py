@@ -7,11 +7,12 @@ send ────────> rank's clock ────────> reply     
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 
+from actors.ranks.remote import RayRank
 from actors.telemetry.chrome_trace import TraceEvent, missing_events, rank_events, requests_by_batch
 from contracts.clock import Clock
 from contracts.traces import (
@@ -26,15 +27,6 @@ from contracts.traces import (
 ROUNDS = 12
 CLOCK_TIMEOUT_S = 2.0
 TRACE_TIMEOUT_S = 10.0
-
-
-class TracedRank(Protocol):
-    """A rank whose spans are collected."""
-
-    @property
-    def name(self) -> str: ...
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]: ...
 
 
 class TraceReply(NamedTuple):
@@ -67,14 +59,14 @@ def estimate_offset(
 
 
 def gather_traces(
-    ranks: Sequence[TracedRank], since_s: float, clock: Clock, *, spans: bool
+    ranks: Sequence[RayRank], since_s: float, clock: Clock, *, spans: bool
 ) -> list[TraceReply]:
     """Collect traces of all ranks concurrently.
 
     since_s: on this clock. spans False: clocks only.
     """
 
-    def collect(rank: TracedRank) -> TraceReply:
+    def collect(rank: RayRank) -> TraceReply:
         try:
             return _request_trace(rank, since_s, clock, spans=spans)
         except Exception as error:  # noqa: BLE001 - the other ranks' traces are kept
@@ -85,7 +77,7 @@ def gather_traces(
         return list(threads.map(collect, ranks))
 
 
-def _request_trace(rank: TracedRank, since_s: float, clock: Clock, *, spans: bool) -> TraceReply:
+def _request_trace(rank: RayRank, since_s: float, clock: Clock, *, spans: bool) -> TraceReply:
     rounds = []
     for _ in range(ROUNDS):
         sent_s = clock()

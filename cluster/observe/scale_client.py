@@ -22,11 +22,7 @@ def start_scale(server: Server, requested: ScaleTarget) -> ScaleState:
 
 
 def follow_scale(
-    server: Server,
-    started: ScaleState,
-    report: Callable[[str], None],
-    within_s: float,
-    sleep: Callable[[float], None] = time.sleep,
+    server: Server, started: ScaleState, report: Callable[[str], None], within_s: float
 ) -> ScaleState:
     """Report each step until the change has ended.
 
@@ -46,7 +42,7 @@ def follow_scale(
             raise LaunchError(
                 f"not done within {within_s:g} s (--within): it continues; see `tandem status`"
             )
-        sleep(_POLL_S)
+        time.sleep(_POLL_S)
         try:
             state, last_reply_s = _request_scale(server, "GET", None), time.monotonic()
         except ConfigError:

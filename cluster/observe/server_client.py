@@ -33,10 +33,6 @@ def uses_proxies(url: str) -> bool:
         return host != "localhost"
 
 
-def unreachable_error(url: str, error: Exception) -> ConfigError:
-    return ConfigError(f"--url {url}: no answer: {str(error) or type(error).__name__}")
-
-
 class Server(NamedTuple):
     """A server. verify: its certificate is checked against this; False: not at all."""
 
@@ -78,20 +74,20 @@ def send_request(
     headers = bearer(server.key) | ({} if content is None else {"content-type": "application/json"})
     end_s = time.monotonic() + 2 * timeout_s
     try:
-        proxies = uses_proxies(server.url)
         with (
             httpx.Client(
                 base_url=server.url,
                 headers=headers,
                 timeout=timeout_s,
-                trust_env=proxies,
+                trust_env=uses_proxies(server.url),
                 verify=server.verify,
             ) as client,
             client.stream(method, path, content=content) as response,
         ):
             return HttpAnswer(response.status_code, read_answer(response, most_bytes, end_s))
     except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # or its proxy
-        raise unreachable_error(server.url, error) from None
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"--url {server.url}: no answer: {reason}") from None
 
 
 def get_monitored(server: Server, path: str, *, most_bytes: int, timeout_s: float) -> HttpAnswer:

@@ -1,15 +1,15 @@
 """Client of `tandem trace`: records all processes of a running server into a file."""
 
-import os
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode
 
 import msgspec
 
+from cluster.batch.lines import write_whole
 from cluster.observe.server_client import Server, decode_answer, error_message, get_monitored
 from cluster.observe.terminal import Terminal, plain_table
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, writing
 from contracts.traces import TraceInfo
 
 MAX_BYTES: Final = 512 << 20
@@ -37,13 +37,8 @@ def save_trace(server: Server, seconds: float, output: Path) -> TraceInfo:
     if answer.status != 200:
         raise ConfigError(f"--url {server.url}: {answer.status}: {error_message(answer.body)}")
     note = decode_answer(server, "/trace", answer, _File).metadata.tandem
-    partial = output.with_name(f"{output.name}.{os.getpid()}.part")
-    try:
-        partial.write_bytes(answer.body)
-        partial.replace(output)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from None
+    with writing("--output", output):
+        write_whole(output, answer.body)
     return note
 
 

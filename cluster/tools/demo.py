@@ -24,44 +24,25 @@ from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.loading import load_config
 
-
-class DemoTask(NamedTuple):
-    """Rows of one task of `models/bundled/tasks.json`, each with its expected label."""
-
-    task: str
-    rows: list[tuple[str, str]]
-
-
-TASKS = [
-    DemoTask(
-        "toxicity",
-        [
-            ("Thanks for taking the time to explain this, it really helped.", " no"),
-            ("You are a pathetic idiot and everyone here hates you.", " yes"),
-        ],
-    ),
-    DemoTask(
-        "sms_spam",
-        [
-            ("Running ten minutes late, order me a coffee please?", " no"),
-            ("WINNER! Claim your free 1000 pound prize now, call 09061701461.", " yes"),
-        ],
-    ),
-    DemoTask(
-        "sentiment",
-        [
-            ("The sound is crisp and the battery lasts all week, great buy.", " positive"),
-            ("Terrible. It broke after two days and support never answered.", " negative"),
-        ],
-    ),
-    DemoTask(
-        "banking77",
-        [
-            ("My new card still has not come in the post, where is it?", " card_arrival"),
-            ("Which exchange rate do you use when I pay in dollars?", " exchange_rate"),
-        ],
-    ),
-]
+# Rows of tasks of `models/bundled/tasks.json`, each with its expected label.
+TASKS = {
+    "toxicity": [
+        ("Thanks for taking the time to explain this, it really helped.", " no"),
+        ("You are a pathetic idiot and everyone here hates you.", " yes"),
+    ],
+    "sms_spam": [
+        ("Running ten minutes late, order me a coffee please?", " no"),
+        ("WINNER! Claim your free 1000 pound prize now, call 09061701461.", " yes"),
+    ],
+    "sentiment": [
+        ("The sound is crisp and the battery lasts all week, great buy.", " positive"),
+        ("Terrible. It broke after two days and support never answered.", " negative"),
+    ],
+    "banking77": [
+        ("My new card still has not come in the post, where is it?", " card_arrival"),
+        ("Which exchange rate do you use when I pay in dollars?", " exchange_rate"),
+    ],
+}
 CHATS = [  # priority class, question
     ("be", "Is this message spam?\nYou have won a free phone! Call now to claim it."),
     ("be", "What does this bank customer want?\nMy card was swallowed by the machine."),
@@ -131,12 +112,12 @@ def _classification(served: RunningServer) -> Table:
         httpx.Client(base_url=served.url, timeout=TIMEOUT_S, trust_env=False) as client,
         ThreadPoolExecutor(len(TASKS)) as threads,
     ):
-        answers = threads.map(lambda task: _classify(client, task, known[task.task]), TASKS)
-        for task, (items, milliseconds) in zip(TASKS, answers, strict=True):
-            for (text, expected), item in zip(task.rows, items, strict=True):
+        answers = threads.map(lambda name: _classify(client, known[name]), TASKS)
+        for (name, rows), (items, milliseconds) in zip(TASKS.items(), answers, strict=True):
+            for (text, expected), item in zip(rows, items, strict=True):
                 mark = "[green]✓[/]" if item["label"] == expected else f"[yellow]≠{expected}[/]"
                 table.add_row(
-                    task.task,
+                    name,
                     _short(text, 48),
                     f"{item['label'].strip()} {mark}",
                     f"{max(item['probs']):.2f}",
@@ -146,14 +127,12 @@ def _classification(served: RunningServer) -> Table:
     return table
 
 
-def _classify(
-    client: httpx.Client, task: DemoTask, labels: _Labels
-) -> tuple[list[dict[str, Any]], float]:
+def _classify(client: httpx.Client, labels: _Labels) -> tuple[list[dict[str, Any]], float]:
     """Return the answers to the rows of a task, and the milliseconds of the request."""
     started_s = time.monotonic()
     body = {
         "model": BUNDLED,
-        "input": [text for text, _ in task.rows],
+        "input": [text for text, _ in TASKS[labels.name]],
         "labels": labels.labels,
         "template": labels.template,
     }

@@ -26,17 +26,6 @@ from planner.placement.solve import split
 MIN_GAIN = 0.005  # relative; smaller gains count as none
 
 
-class PlaceSettings(NamedTuple):
-    """spare: slots of each rank beyond its share of the experts. nodes: of consecutive ranks."""
-
-    profile: Path
-    model_folder: Path
-    ranks: int
-    spare: int
-    nodes: int
-    seed: int
-
-
 class PlacementQuality(NamedTuple):
     """Quality of one layer's placement on the held-out part of the sample.
 
@@ -77,21 +66,29 @@ class PlaceReport(NamedTuple):
 
 
 def place(
-    settings: PlaceSettings, progress: Callable[[float], None] = lambda part: None
+    profile: Path,
+    folder: Path,
+    *,
+    ranks: int,
+    spare: int,
+    nodes: int,
+    seed: int,
+    progress: Callable[[float], None],
 ) -> PlaceReport:
     """Place the experts of all layers.
 
+    spare: slots of each rank beyond its share of the experts. nodes: of consecutive ranks.
     progress: called with the completed fraction. Raises CheckpointError, ConfigError.
     """
-    spec = check_checkpoint(settings.model_folder)
-    slots = slots_of(spec.num_experts, settings.ranks, settings.spare)
-    levels = nodes_of(settings.ranks, settings.nodes)
-    counts = RoutingCounts.read(settings.profile, settings.model_folder, spec)
-    plain = slots_of(spec.num_experts, settings.ranks, 0)
+    spec = check_checkpoint(folder)
+    slots = slots_of(spec.num_experts, ranks, spare)
+    levels = nodes_of(ranks, nodes)
+    counts = RoutingCounts.read(profile, folder, spec)
+    plain = slots_of(spec.num_experts, ranks, 0)
     routings = [layer_routing(counts, layer) for layer in spec.moe_layers]
     solved = list[Line]()
     for routing in routings:
-        solved.append(solve_on_nodes(routing, slots, levels, seed=settings.seed))
+        solved.append(solve_on_nodes(routing, slots, levels, seed=seed))
         progress(len(solved) / len(routings))
     lines: list[Line] = [()] * spec.num_layers
     rows, tokens = list[LayerReport](), 0
@@ -153,7 +150,6 @@ def _mean(rows: Sequence[PlacementQuality]) -> PlacementQuality:
 
 
 def as_json(report: PlaceReport) -> dict[str, Any]:
-    """Return what `--json` prints."""
     in_order, placed = report.means()
     return {
         "tokens": report.tokens,

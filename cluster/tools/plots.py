@@ -11,8 +11,13 @@ from contracts.traces import TRANSFERS, Stage, TaskSpan
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def pyplot(option: str) -> Any:
-    """Return matplotlib.pyplot without a display. Raises ConfigError if it is not installed."""
+def pyplot(path: Path, option: str) -> Any:
+    """Return matplotlib.pyplot without a display.
+
+    Raises ConfigError if it is not installed, or `path` does not end in a known picture format.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{option} {path}: end its name in one of {', '.join(FORMATS)}")
     try:
         import matplotlib
     except ImportError:
@@ -26,19 +31,18 @@ def pyplot(option: str) -> Any:
 
 
 @contextmanager
-def saving_figure(figure: Any, path: Path, option: str) -> Iterator[None]:
-    """Write and close the figure after the block. Raises ConfigError."""
-    check_format(path, option)
-    yield
+def saved_figure(path: Path, option: str, **layout: Any) -> Iterator[Any]:
+    """Yield the axes of a figure, of `pyplot.subplots`; then write and close it.
+
+    Raises ConfigError.
+    """
+    plt = pyplot(path, option)
+    figure, axes = plt.subplots(**layout)
+    yield axes
     with writing(option, path):
         figure.tight_layout()
         figure.savefig(path, dpi=150, facecolor="white")
-
-
-def check_format(path: Path, option: str) -> None:
-    """Raise ConfigError unless the name ends in a known picture format."""
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"{option} {path}: end its name in one of {', '.join(FORMATS)}")
+    plt.close(figure)
 
 
 _COLOURS = ("#3b75af", "#ee8636", "#519d3e", "#8d69b8")  # by micro-batch; readable on white
@@ -56,19 +60,16 @@ _GROUP_ROWS = 2  # token groups alternate between rows, so that neighbours diffe
 
 
 def draw_gantt(
-    spans: Sequence[TaskSpan], layers: range, title: str, path: Path, *, option: str = "--picture"
+    spans: Sequence[TaskSpan], layers: range, title: str, path: Path, option: str = "--picture"
 ) -> None:
     """Draw one row per stage, two for links, coloured by micro-batch; shared experts are hatched.
 
     Raises ConfigError, naming `option`.
     """
-    check_format(path, option)
-    plt = pyplot(option)
     shown = [span for span in spans if span.layer in layers and span.stage in _ROWS]
     zero_s = min(span.start_s for span in shown)
     whole_ms = (max(span.end_s for span in shown) - zero_s) * 1e3
-    figure, axes = plt.subplots(figsize=(11, 2.9))
-    with saving_figure(figure, path, option):
+    with saved_figure(path, option, figsize=(11, 2.9)) as axes:
         for span in shown:
             _draw_span(axes, span, zero_s, whole_ms)
         axes.set_yticks(range(len(_LABELS)), list(_LABELS))
@@ -78,7 +79,6 @@ def draw_gantt(
         _draw_legend(axes, shown)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    plt.close(figure)
 
 
 def _draw_span(axes: Any, span: TaskSpan, zero_s: float, whole_ms: float) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from cluster.batch.lines import SeenIds
 from cluster.classification.classify import ClassifyTask
-from cluster.tools.bulk.driver import DriverSettings
 from cluster.tools.bulk.journal import Journal
 from cluster.tools.bulk.output import part_name
 from cluster.tools.bulk.records import InputRecord, InputRow, Reject, RowAnswer
@@ -23,6 +22,7 @@ from contracts.errors import ConfigError, JobError
 from tests.support.bulk_support import (
     EchoRouter,
     Killed,
+    bulk_job,
     final_files,
     json_lines,
     parts,
@@ -268,7 +268,8 @@ def test_chunks_contain_missing_rows_once_sorted_by_prompt(
 ) -> None:
     (window,) = split_windows(given_, WindowLimits(rows=100), ids=False)
     missing = data.draw(st.sets(st.integers(0, len(given_) - 1)))
-    chunks = list(split_chunks(window, missing, DriverSettings(task=TASK).prompt, size, 1000))
+    job = bulk_job(Path("out"), labels=TASK.labels, template=TASK.template)
+    chunks = list(split_chunks(window, missing, job.prompt, size, 1000))
     sent = [row for chunk in chunks for row in chunk]
     assert sorted(sent) == sorted(missing)
     prompts = [window.rows[row].prefix + window.rows[row].text for row in sent]

@@ -17,8 +17,7 @@ import pytest
 
 from benchmarks.cases.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, serving
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
-from cluster.http.server import free_port
-from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
+from cluster.tools.bulk.job import IN_FLIGHT_ROWS
 from tests.support.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -48,13 +47,12 @@ class Cluster(NamedTuple):
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start two nodes with a prefill worker each that needs no model."""
     options = argparse.Namespace(workers=2, stub=True, dtype="float32")
-    port = free_port()
-    listen = ("--port", str(port))
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(ray_head(resources=ROOM, environment=QUICK))
         other = stack.enter_context(ray_node(head, 2, resources=ROOM))
-        with serving(head, options, tmp_path_factory.mktemp("server"), *ON_EACH, *listen) as server:
-            yield Cluster(head, other, f"http://127.0.0.1:{port}", stack)
+        with serving(head, options, tmp_path_factory.mktemp("server"), *ON_EACH) as server:
+            server.wait_healthy()
+            yield Cluster(head, other, server.url, stack)
         assert server.returncode == 0, "it did not end by itself"
 
 

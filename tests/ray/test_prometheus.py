@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from cluster.serving.server import serving
-from cluster.tools.bench.bench import Bench, BenchSettings, bench
+from cluster.tools.bench.bench import Bench, bench
+from cluster.tools.bench.load_generator import BenchSettings
 from cluster.tools.bench.workload import percentile
 from contracts import metrics
 from contracts.loading import load_config

@@ -178,9 +178,9 @@ def test_classification_equals_transformers(server: Server) -> None:
         "sms_spam": ("Message: {text}\nSpam:", [" no", " yes"]),
         "sentiment": ("Review: {text}\nSentiment:", [" negative", " positive"]),
     }
-    for task in TASKS[:3]:
-        template, labels = templates[task.task]
-        texts = [text for text, _ in task.rows]
+    for name, rows in list(TASKS.items())[:3]:
+        template, labels = templates[name]
+        texts = [text for text, _ in rows]
         body = {"model": BUNDLED, "input": texts, "labels": labels, "template": template}
         answer = server.http.post("/v1/classify", json=body)
         assert answer.status_code == 200, answer.text

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.classification.classify import ClassifyTask
-from cluster.tools.bulk.driver import Driver, DriverSettings
+from cluster.tools.bulk.driver import Driver
 from cluster.tools.bulk.job import BulkJob
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.progress import RowTally
@@ -23,7 +22,6 @@ from cluster.tools.bulk.records import (
 from cluster.tools.bulk.windows import WindowLimits, split_windows
 
 LABELS = ("no", "yes")
-TASK = ClassifyTask(labels=LABELS)
 JOB = {"labels": LABELS}
 
 
@@ -64,15 +62,14 @@ def run_job(
     *,
     window_rows: int = 7,
     in_flight_rows: int = 4,
-    task: ClassifyTask = TASK,
     multi_label: bool = False,
 ) -> Output:
     """Run the rest of the job in `folder`."""
-    output = Output.open(folder, JOB, resume=True)
-    settings = DriverSettings(task=task, multi_label=multi_label, in_flight_rows=in_flight_rows)
+    output = Output(folder, JOB, resume=True)
+    job = bulk_job(folder, multi_label=multi_label, in_flight_rows=in_flight_rows)
     windows = split_windows(iter(records), WindowLimits(rows=window_rows), ids=True)
     try:
-        asyncio.run(Driver(output, router, settings, RowTally()).run(windows))
+        asyncio.run(Driver(output, router, job, RowTally()).run(windows))
     finally:
         output.close()
     return output

@@ -148,7 +148,7 @@ class StartedRanks:
         needs = {"CPU": CPU}
         requests = [RankRequest(*each, needs) for each in zip(kinds, numbers, strict=True)]
         made = GroupSpec(config, "", b"", 1, **{"backend": "shm", **group_spec})
-        (group,) = launch_pipeline(made, self.place(requests), Counter())
+        (group,) = launch_pipeline(made, self.place(requests), Counter(), {})
         return group
 
     def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> RankPlacement:

@@ -32,14 +32,13 @@ def add_plan(commands: Commands) -> None:
     help_ = "Plan capacity: the best schedule and split, or why not to split."
     example = _PLAN_EXAMPLE.format(hardware=", ".join(known_hardware()))
     plan = add_command(commands, "plan", help_, example, run_plan)
-    plan.add_argument("spec", type=Path, metavar="SPEC.json")
-    plan.add_argument(
-        "--devices", type=int, metavar="N", help="search over the splits of N devices"
-    )
-    plan.add_argument("--beyond", action="store_true", help="include schedules beyond the paper")
-    plan.add_argument("--picture", type=Path, metavar="F", help="draw the plan (.png, .svg, .pdf)")
-    plan.add_argument("--trace", type=Path, metavar="F", help="write a Perfetto trace of the plan")
-    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = plan.add_argument
+    add("spec", type=Path, metavar="SPEC.json")
+    add("--devices", type=int, metavar="N", help="search over the splits of N devices")
+    add("--beyond", action="store_true", help="include schedules beyond the paper")
+    add("--picture", type=Path, metavar="F", help="draw the plan (.png, .svg, .pdf)")
+    add("--trace", type=Path, metavar="F", help="write a Perfetto trace of the plan")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run_plan(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
@@ -69,26 +68,27 @@ is balanced over ranks; spare slots hold replicas. The table marks layers withou
 def add_place(commands: Commands) -> None:
     help_ = "Place experts on ranks, layer by layer, from a routing profile."
     place = add_command(commands, "place", help_, _PLACE_EXAMPLE, run_place)
-    place.add_argument("profile", type=Path, metavar="routing.safetensors")
-    place.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
-    place.add_argument("--ranks", type=int, required=True, metavar="N", help="expert ranks")
-    place.add_argument(
+    add = place.add_argument
+    add("profile", type=Path, metavar="routing.safetensors")
+    add("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
+    add("--ranks", type=int, required=True, metavar="N", help="expert ranks")
+    add(
         "--spare",
         type=int,
         default=0,
         metavar="N",
         help="slots of each rank for replicas, in every layer (default 0)",
     )
-    place.add_argument(
+    add(
         "--nodes",
         type=int,
         default=1,
         metavar="N",
         help="nodes, with as many consecutive ranks each; links between them are slow (default 1)",
     )
-    place.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
-    place.add_argument("--output", type=Path, metavar="F", help="write the placement (.json)")
-    place.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add("--seed", type=int, default=0, help="of the search (default 0)")
+    add("--output", type=Path, metavar="F", help="write the placement (.json)")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
@@ -97,7 +97,7 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
     from cluster.fleet.model_folder import resolve_model_folder
     from cluster.fleet.placements import check_writable, write_placement
     from cluster.observe.terminal import Terminal
-    from cluster.tools.place import PlaceSettings, as_json, place, print_report
+    from cluster.tools.place import as_json, place, print_report
     from contracts.errors import ConfigError
 
     if options.seed < 0:
@@ -105,12 +105,18 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
     if options.output is not None:  # before minutes of search
         check_writable(options.output)
     folder = resolve_model_folder(options.model)
-    sizes = options.ranks, options.spare, options.nodes
-    settings = PlaceSettings(options.profile, folder, *sizes, options.seed)
     errors = Terminal(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("placing", total=1.0)
-        report = place(settings, lambda part: bar.update(task, completed=part))
+        report = place(
+            options.profile,
+            folder,
+            ranks=options.ranks,
+            spare=options.spare,
+            nodes=options.nodes,
+            seed=options.seed,
+            progress=lambda part: bar.update(task, completed=part),
+        )
     if options.output is not None:
         write_placement(report.file, options.output)
     if options.json:

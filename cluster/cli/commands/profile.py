@@ -29,33 +29,28 @@ adds the counts of files
 def add_profile(commands: Commands) -> None:
     help_ = "Measure this machine's stages and links with a model, and fit a hardware file."
     profile = add_command(commands, "profile", help_, _EXAMPLE, run)
-    profile.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
-    profile.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    profile.add_argument(
+    add = profile.add_argument
+    add("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto (default): a GPU if there is one",
     )  # fmt: skip
-    profile.add_argument("--seconds", type=float, default=60.0, help="to measure for (default 60)")
-    profile.add_argument("--output", type=Path, metavar="F", help="write the hardware file (.json)")
-    profile.add_argument("--plot", type=Path, metavar="F", help="draw the fits (.png, .svg, .pdf)")
-    profile.add_argument("--json", action="store_true", help="print the hardware file, no table")
-    profile.add_argument(
-        "--routing", action="store_true", help="profile the model's routing, not the machine"
-    )
-    profile.add_argument(
+    add("--seconds", type=float, default=60.0, help="to measure for (default 60)")
+    add("--output", type=Path, metavar="F", help="write the hardware file (.json)")
+    add("--plot", type=Path, metavar="F", help="draw the fits (.png, .svg, .pdf)")
+    add("--json", action="store_true", help="print the hardware file, no table")
+    add("--routing", action="store_true", help="profile the model's routing, not the machine")
+    add(
         "--input",
         action="append",
         default=[],
         metavar="FILES",
         help="--routing: texts, in the formats of `tandem bulk`; repeatable",
     )
-    profile.add_argument(
-        "--text-field", default="text", metavar="NAME", help="--routing: of a row (default text)"
-    )
-    profile.add_argument(
-        "--tokens", type=int, default=60_000, help="--routing: limit of all texts (default 60000)"
-    )
-    profile.add_argument(
+    add("--text-field", default="text", metavar="NAME", help="--routing: of a row (default text)")
+    add("--tokens", type=int, default=60_000, help="--routing: limit of all texts (default 60000)")
+    add(
         "--add",
         action="append",
         default=[],
@@ -63,10 +58,8 @@ def add_profile(commands: Commands) -> None:
         metavar="F",
         help="--routing: add the counts of this file; repeatable",
     )
-    profile.add_argument(
-        "--paths", type=int, metavar="N", help="--routing: limit of sampled tokens in the file"
-    )
-    profile.add_argument(
+    add("--paths", type=int, metavar="N", help="--routing: limit of sampled tokens in the file")
+    add(
         "--pairs",
         type=int,
         metavar="N",
@@ -77,17 +70,16 @@ def add_profile(commands: Commands) -> None:
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.fleet.hardware import write_hardware
     from cluster.fleet.model_folder import resolve_model_folder
-    from cluster.tools.plots import check_format, pyplot
-    from cluster.tools.profile.hardware_profile import ProfileSettings, profile
+    from cluster.tools.plots import pyplot
+    from cluster.tools.profile.hardware_profile import profile
     from cluster.tools.profile.report import draw_profile, print_profile
 
     if options.routing:
         return _routing(options)
     if options.plot is not None:  # before a minute of measurement
-        check_format(options.plot, "--plot")
-        pyplot("--plot")
+        pyplot(options.plot, "--plot")
     folder = resolve_model_folder(options.model)
-    hardware = profile(ProfileSettings(folder, options.dtype, options.seconds, options.device))
+    hardware = profile(folder, options.dtype, options.seconds, options.device)
     if options.output is not None:
         write_hardware(hardware, options.output)
     if options.plot is not None:
@@ -146,15 +138,17 @@ def _measured(options: argparse.Namespace, folder: Path, limits: CountLimits) ->
     from rich.progress import Progress
 
     from cluster.observe.terminal import Terminal
-    from cluster.tools.profile.routing_profile import RoutingSettings, routing_profile
+    from cluster.tools.profile.routing_profile import routing_profile
 
-    settings = RoutingSettings(folder, options.dtype, options.tokens, limits=limits)
     with Progress(console=Terminal(stderr=True), transient=True) as bar:
         task = bar.add_task("routing", total=1.0)
         return routing_profile(
-            settings,
+            folder,
+            options.dtype,
             _texts(options.input, options.text_field),
-            lambda part: bar.update(task, completed=part),
+            most_tokens=options.tokens,
+            limits=limits,
+            progress=lambda part: bar.update(task, completed=part),
         )
 
 

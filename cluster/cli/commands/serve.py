@@ -24,19 +24,20 @@ then:
 
 def add_serve(commands: Commands) -> None:
     serve = add_command(commands, "serve", "Serve a model over HTTP.", _SERVE_EXAMPLE, run_serve)
+    add = serve.add_argument
     add_config_options(serve)
-    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
-    serve.add_argument(
+    add("--host", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=int, help="port to listen on (default 8000)")
+    add(
         "--api-key",
         action="append",
         metavar="KEY",
         help="a key that clients must send; repeatable. Other users can read command lines: prefer "
         f"{KEY_VARIABLE}, or http.api_keys in a file of --config",
     )
-    serve.add_argument("--ssl-certfile", metavar="F", help="PEM file: serve HTTPS")
-    serve.add_argument("--ssl-keyfile", metavar="F", help="PEM file of its private key")
-    serve.add_argument("--root-path", metavar="/PATH", help="prefix that a proxy in front strips")
+    add("--ssl-certfile", metavar="F", help="PEM file: serve HTTPS")
+    add("--ssl-keyfile", metavar="F", help="PEM file of its private key")
+    add("--root-path", metavar="/PATH", help="prefix that a proxy in front strips")
 
 
 def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:

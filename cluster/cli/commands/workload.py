@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import add_config_options, config_from_options, group_sizes
+from cluster.cli.config_options import add_config_options, config_from_options
 from cluster.observe.server_client import check_url
 from cluster.observe.terminal import Terminal
 from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
@@ -34,7 +34,8 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
             "give --address (a Ray cluster where Tandem runs; auto: this one), or --model or "
             "--config to start workers for this job"
         )
-    if options.config is None and not any(group_sizes(options)):
+    sizes = (options.attention_ranks, options.expert_ranks, options.prefill_ranks)
+    if options.config is None and not any(sizes):
         sizes = (1, 1, 0) if options.task == "generate" else (0, 0, 1)
         options.attention_ranks, options.expert_ranks, options.prefill_ranks = sizes
     config = config_from_options(options)
@@ -86,18 +87,15 @@ need server support. JSON has the names of `vllm bench serve`.
 def add_bench(commands: Commands) -> None:
     help_ = "Measure a server with OpenAI's API under open-loop load."
     command = add_command(commands, "bench", help_, _BENCH_EXAMPLE, run_bench)
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    command.add_argument("--model", metavar="M", help="default: the first that the server lists")
-    command.add_argument("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
-    command.add_argument("--chat", action="store_true", help="chats instead of completions")
-    command.add_argument(
-        "--rate", type=float, help="requests or conversations per second (default 1, or a trace's)"
-    )
-    command.add_argument("--seconds", type=float, default=30.0, help="of arrivals (default 30)")
-    command.add_argument("--prompt-tokens", type=int, metavar="N", help="of each, about")
-    command.add_argument(
-        "--output-tokens", type=int, metavar="N", help="of each (default: as recorded or in chats)"
-    )
+    add = command.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="default %(default)s")
+    add("--model", metavar="M", help="default: the first that the server lists")
+    add("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
+    add("--chat", action="store_true", help="chats instead of completions")
+    add("--rate", type=float, help="requests or conversations per second (default 1, or a trace's)")
+    add("--seconds", type=float, default=30.0, help="of arrivals (default 30)")
+    add("--prompt-tokens", type=int, metavar="N", help="of each, about")
+    add("--output-tokens", type=int, metavar="N", help="of each (default: as recorded or in chats)")
     files = command.add_mutually_exclusive_group()
     files.add_argument(
         "--trace",
@@ -112,58 +110,40 @@ def add_bench(commands: Commands) -> None:
         help="ShareGPT's or OpenAI's messages (.json, .jsonl), or prompts (.txt), sent as chats in "
         "their order, again from the start if they end (.gz)",
     )
-    command.add_argument(
-        "--divide-lengths", type=int, default=1, metavar="N", help="--trace: for a smaller server"
-    )
-    command.add_argument(
-        "--block-tokens", type=int, default=512, metavar="N", help="--trace: of a hash id"
-    )
-    command.add_argument(
-        "--think-time-s",
-        type=float,
-        default=0.0,
-        help="from answer to next turn (default 0)",
-    )
-    command.add_argument(
-        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot, e2el"
-    )
-    command.add_argument(
-        "--ls", type=float, metavar="PART", help="latency-sensitive part of the requests, 0 to 1"
-    )
-    command.add_argument(
-        "--timeout-s", type=float, default=600.0, help="of a request (default 600)"
-    )
-    command.add_argument(
+    add("--divide-lengths", type=int, default=1, metavar="N", help="--trace: for a smaller server")
+    add("--block-tokens", type=int, default=512, metavar="N", help="--trace: of a hash id")
+    add("--think-time-s", type=float, default=0.0, help="from answer to next turn (default 0)")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot, e2el")
+    add("--ls", type=float, metavar="PART", help="latency-sensitive part of the requests, 0 to 1")
+    add("--timeout-s", type=float, default=600.0, help="of a request (default 600)")
+    add(
         "--retry-refused", action="store_true", help="refused clients retry once, after Retry-After"
     )
-    command.add_argument(
+    add(
         "--set",
         action="append",
         default=[],
         metavar="a=b",
         help="a field of every body; repeatable",
     )
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument(
-        "--picture", type=Path, metavar="F", help="draw the times (.png, .svg, .pdf)"
-    )
-    command.add_argument("--output", type=Path, metavar="F", help="write every request (.json)")
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add("--seed", type=int, default=0)
+    add("--picture", type=Path, metavar="F", help="draw the times (.png, .svg, .pdf)")
+    add("--output", type=Path, metavar="F", help="write every request (.json)")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     """Run the load; return 2 if no request was answered."""
     from rich.progress import Progress
 
-    from cluster.observe.terminal import Terminal
-    from cluster.tools.bench.bench import BenchSettings, bench
+    from cluster.tools.bench.bench import bench
+    from cluster.tools.bench.load_generator import BenchSettings
     from cluster.tools.bench.report import draw_bench, print_bench, result_json, write_result
-    from cluster.tools.plots import check_format, pyplot
+    from cluster.tools.plots import pyplot
 
     _check(options)
     if options.picture is not None:  # before the load
-        check_format(options.picture, "--picture")
-        pyplot("--picture")
+        pyplot(options.picture, "--picture")
     given: dict[str, Any] = {
         name: getattr(options, name, None) for name in BenchSettings.__struct_fields__
     }

@@ -3,17 +3,15 @@
 import asyncio
 import itertools
 import random
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import httpx
 import msgspec
 
-from cluster.observe.server_client import bearer, unreachable_error, uses_proxies
+from cluster.observe.server_client import Server, send_request
 from cluster.tools.bench.datasets import Lengths, Turn, read_conversations, read_trace
-from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
+from cluster.tools.bench.load_generator import BenchSettings, HttpLoadGenerator
 from cluster.tools.bench.workload import (
     LoadSummary,
     RequestArrival,
@@ -29,43 +27,7 @@ from contracts.requests import Priority
 
 MAX_REQUESTS: Final = 1_000_000
 _REQUEST_TIMEOUT_S: Final = 10.0  # for the list of models
-_OTHER_DESCRIPTORS: Final = 64
-
-
-class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a run.
-
-    rate: requests or conversations per second; None: the trace's. conversations: a file of them;
-    think_time_s: from an answer to the next turn. divide_lengths: divisor of a trace's lengths;
-    block_tokens: of its hash ids. prompt_tokens, output_tokens: of each request; None: from the
-    file or as in chats. ls: fraction of latency-sensitive requests; None: requests name no class.
-    goodput: upper bounds in ms of a good request's ttft, tpot and e2el. fields: of each body.
-    """
-
-    url: str
-    model: str | None = None
-    key: str | None = None
-    chat: bool = False
-    rate: float | None = 1.0
-    seconds: float = 30.0
-    trace: Path | None = None
-    divide_lengths: int = 1
-    block_tokens: int = 512
-    conversations: Path | None = None
-    think_time_s: float = 0.0
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    ls: float | None = None
-    goodput: dict[str, float] = {}
-    timeout_s: float = 600.0
-    retry_refused: bool = False
-    fields: dict[str, Any] = {}
-    seed: int = 0
-
-    @property
-    def path(self) -> str:
-        is_chat = self.chat or self.conversations is not None
-        return "/v1/chat/completions" if is_chat else "/v1/completions"
+_MAX_BYTES: Final = 16 << 20
 
 
 class Bench(msgspec.Struct, frozen=True):
@@ -91,26 +53,11 @@ def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Benc
     first request.
     """
     arrivals, left_out = _arrivals(settings)
-    model = asyncio.run(_model(settings))
-    target = LoadTarget(
-        url=settings.url,
-        model=model,
-        key=settings.key,
-        path=settings.path,
-        classes=settings.ls is not None,
-        fields=settings.fields,
-    )
+    model = _model(settings)
     conversations = [[RequestResult(turn) for turn in turns] for turns in arrivals]
     outcomes = list(itertools.chain(*conversations))
-    generator = HttpLoadGenerator(
-        target,
-        settings.seed,
-        retries_refused=settings.retry_refused,
-        think_s=settings.think_time_s,
-        max_open=_max_open(),
-        progress=lambda ended: progress(ended, len(outcomes)),
-    )
-    asyncio.run(generator.run(conversations, settings.timeout_s))
+    generator = HttpLoadGenerator(settings, model, lambda ended: progress(ended, len(outcomes)))
+    asyncio.run(generator.run(conversations))
     objectives = settings.goodput
     return Bench(
         settings,
@@ -188,43 +135,31 @@ def _check_number(requests: float) -> None:
         )
 
 
-async def _model(settings: BenchSettings) -> str:
+def _model(settings: BenchSettings) -> str:
     """Return the given model, or the first that the server lists.
 
     Raises ConfigError if the server does not answer.
     """
-    headers = bearer(settings.key)
-    try:
-        async with httpx.AsyncClient(
-            base_url=settings.url,
-            timeout=_REQUEST_TIMEOUT_S,
-            headers=headers,
-            trust_env=uses_proxies(settings.url),
-        ) as client:
-            answer = await asyncio.wait_for(client.get("/v1/models"), _REQUEST_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, TimeoutError) as error:
-        raise unreachable_error(settings.url, error) from None
+    server = Server(settings.url, settings.key)
+    answer = send_request(
+        server, "GET", "/v1/models", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S
+    )
     if settings.model is not None:
         return settings.model
-    if answer.status_code in (401, 403):
+    if answer.status in (401, 403):
         raise ConfigError(
-            f"--url {settings.url}: {answer.status_code}: give --api-key, or set TANDEM_API_KEY"
+            f"--url {settings.url}: {answer.status}: give --api-key, or set TANDEM_API_KEY"
         )
     try:
-        name = answer.json()["data"][0]["id"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        name = msgspec.json.decode(answer.body)["data"][0]["id"]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         name = None
     if not isinstance(name, str):
         raise ConfigError(
-            f"--url {settings.url}: /v1/models (status {answer.status_code}) lists no model: give "
+            f"--url {settings.url}: /v1/models (status {answer.status}) lists no model: give "
             "--model"
         )
     return name
-
-
-def _max_open() -> int:
-    """Return the number of connections that this process may open."""
-    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS)
 
 
 def _by_class(

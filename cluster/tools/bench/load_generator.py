@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import resource
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -14,21 +16,44 @@ from contracts.clock import monotonic_s
 
 _DONE: Final = "data: [DONE]"
 _MAX_ERROR_CHARS: Final = 120
+_OTHER_DESCRIPTORS: Final = 64
 
 
-class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A server. path: "/v1/completions" or "/v1/chat/completions".
+class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a run.
 
-    classes: whether requests name their class, which not every server accepts. fields: added to
-    each body.
+    rate: requests or conversations per second; None: the trace's. conversations: a file of them;
+    think_time_s: from an answer to the next turn. divide_lengths: divisor of a trace's lengths;
+    block_tokens: of its hash ids. prompt_tokens, output_tokens: of each request; None: from the
+    file or as in chats. ls: fraction of latency-sensitive requests; None: requests name no class,
+    which not every server accepts. goodput: upper bounds in ms of a good request's ttft, tpot and
+    e2el. retry_refused: a refused client waits as advised and retries once. fields: of each body.
     """
 
     url: str
-    model: str
+    model: str | None = None
     key: str | None = None
-    path: str = "/v1/completions"
-    classes: bool = True
+    chat: bool = False
+    rate: float | None = 1.0
+    seconds: float = 30.0
+    trace: Path | None = None
+    divide_lengths: int = 1
+    block_tokens: int = 512
+    conversations: Path | None = None
+    think_time_s: float = 0.0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    ls: float | None = None
+    goodput: dict[str, float] = {}
+    timeout_s: float = 600.0
+    retry_refused: bool = False
     fields: dict[str, Any] = {}
+    seed: int = 0
+
+    @property
+    def path(self) -> str:
+        is_chat = self.chat or self.conversations is not None
+        return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 class _Delta(msgspec.Struct):
@@ -76,47 +101,36 @@ _DECODER: Final = msgspec.json.Decoder(_Chunk)
 class HttpLoadGenerator:
     """Sender of requests at their arrival times.
 
-    retries_refused: a refused client waits as advised and retries once. think_s: from an answer to
-    the next turn of a conversation. max_open: limit of open conversations; one beyond it is not
-    sent but counted as an error, since waiting would close the loop.
+    max_open: limit of open conversations; one beyond it is not sent but counted as an error, since
+    waiting would close the loop.
     """
 
     def __init__(
         self,
-        target: LoadTarget,
-        seed: int,
-        *,
-        retries_refused: bool = False,
-        think_s: float = 0.0,
-        max_open: int = 8192,
+        settings: BenchSettings,
+        model: str,
         progress: Callable[[int], None] = lambda ended: None,
+        max_open: int | None = None,
     ) -> None:
         """progress: called with the number of ended requests."""
-        self._target = target
-        self._seed = seed
-        self._rng = random.Random(seed)
-        self._retries_refused = retries_refused
-        self._think_s = think_s
-        self._max_open = max_open
-        self._progress = progress
+        self._settings, self._model, self._progress = settings, model, progress
+        self._rng = random.Random(settings.seed)
+        self._max_open = max_open or _most_connections()
         self._open = self._ended = 0
         self.retries: list[RequestResult] = []
 
-    async def run(self, conversations: Sequence[Sequence[RequestResult]], timeout_s: float) -> None:
+    async def run(self, conversations: Sequence[Sequence[RequestResult]]) -> None:
         """Send the requests and fill in their results.
 
-        Turns of a conversation follow one another; most have one. timeout_s: per request, from sent
-        to end.
+        Turns of a conversation follow one another; most have one.
         """
-        target = self._target
-        headers = bearer(target.key)
-        limits = httpx.Limits(max_connections=None)
+        settings = self._settings
         async with httpx.AsyncClient(
-            base_url=target.url,
-            timeout=timeout_s,
-            limits=limits,
-            headers=headers,
-            trust_env=uses_proxies(target.url),
+            base_url=settings.url,
+            timeout=settings.timeout_s,
+            limits=httpx.Limits(max_connections=None),
+            headers=bearer(settings.key),
+            trust_env=uses_proxies(settings.url),
         ) as client:
             start_s, tasks = monotonic_s(), []
             for turns in conversations:
@@ -127,29 +141,26 @@ class HttpLoadGenerator:
                     self._abandon(turns, f"not sent: {self._open} requests were open")
                     continue
                 self._open += 1
-                tasks.append(asyncio.create_task(self._turns(client, turns, start_s, timeout_s)))
+                tasks.append(asyncio.create_task(self._turns(client, turns, start_s)))
             await asyncio.gather(*tasks)
 
     async def _turns(
-        self,
-        client: httpx.AsyncClient,
-        turns: Sequence[RequestResult],
-        start_s: float,
-        timeout_s: float,
+        self, client: httpx.AsyncClient, turns: Sequence[RequestResult], start_s: float
     ) -> None:
+        settings = self._settings
         history: list[dict[str, Any]] = []
         for place, outcome in enumerate(turns):
             if place:
-                await asyncio.sleep(self._think_s)
+                await asyncio.sleep(settings.think_time_s)
                 outcome.arrival = outcome.arrival._replace(at_s=monotonic_s() - start_s)
                 outcome.repeated_tokens = turns[place - 1].prompt_tokens
             body = self._body(outcome, history)
-            answer = await self._send(client, body, outcome, start_s, timeout_s)
-            if outcome.retry_s is not None and self._retries_refused:
-                await asyncio.sleep(min(max(0.0, outcome.retry_s), timeout_s))
+            answer = await self._send(client, body, outcome, start_s)
+            if outcome.retry_s is not None and settings.retry_refused:
+                await asyncio.sleep(min(max(0.0, outcome.retry_s), settings.timeout_s))
                 retry = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
                 self.retries.append(retry)
-                answer = await self._send(client, body, retry, start_s, timeout_s)
+                answer = await self._send(client, body, retry, start_s)
             self._ended += 1
             self._progress(self._ended)
             if answer is None:
@@ -165,25 +176,25 @@ class HttpLoadGenerator:
 
     def _body(self, outcome: RequestResult, history: list[dict[str, Any]]) -> dict[str, Any]:
         """Build a body; one word is about one token. history: is extended by a turn's messages."""
-        target, arrival, text = self._target, outcome.arrival, ""
+        settings, arrival, text = self._settings, outcome.arrival, ""
         if isinstance(arrival.prompt, BlockPrompt):
-            text = prompt_text(arrival.prompt, arrival.lengths.prompt, self._seed)
+            text = prompt_text(arrival.prompt, arrival.lengths.prompt, settings.seed)
             outcome.repeated_tokens = arrival.prompt.repeated_tokens
         elif arrival.prompt is None:
             text = " ".join(self._rng.choices(WORDS, k=arrival.lengths.prompt))
-        is_chat = target.path.endswith("chat/completions")
+        is_chat = settings.path.endswith("chat/completions")
         if is_chat:
             history += arrival.prompt if isinstance(arrival.prompt, list) else [_user(text)]
         prompt_fields = {"messages": history} if is_chat else {"prompt": text}
         return {
-            "model": target.model,
+            "model": self._model,
             **prompt_fields,
             "max_tokens": arrival.lengths.output,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"priority": arrival.priority.label} if target.classes else {}),
-            **target.fields,
+            **({} if settings.ls is None else {"priority": arrival.priority.label}),
+            **settings.fields,
         }
 
     async def _send(
@@ -192,15 +203,14 @@ class HttpLoadGenerator:
         body: dict[str, Any],
         outcome: RequestResult,
         start_s: float,
-        timeout_s: float,
     ) -> str | None:
         """Return the answer's text, or None after an error."""
         outcome.sent_s = monotonic_s() - start_s
         answer = ""
         try:
             async with (
-                asyncio.timeout(timeout_s),
-                client.stream("POST", self._target.path, json=body) as response,
+                asyncio.timeout(self._settings.timeout_s),
+                client.stream("POST", self._settings.path, json=body) as response,
             ):
                 if response.status_code == 200:
                     answer = await _read_stream(response, outcome, start_s)
@@ -213,6 +223,11 @@ class HttpLoadGenerator:
             outcome.error = type(error).__name__
         outcome.end_s = monotonic_s() - start_s
         return None if outcome.error else answer
+
+
+def _most_connections() -> int:
+    """Return the number of connections that this process may open."""
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS)
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.bench.bench import Bench
 from cluster.tools.bench.workload import LatencyStats, LoadSummary, RequestResult
-from cluster.tools.plots import pyplot, saving_figure
+from cluster.tools.plots import saved_figure
 from contracts.errors import writing
 
 _ROWS = (
@@ -128,10 +128,8 @@ def write_result(found: Bench, path: Path) -> None:
 
 def draw_bench(found: Bench, path: Path) -> None:
     """Draw the distribution of latencies and their course. Raises ConfigError."""
-    plt = pyplot("--picture")
-    figure, (shares, course) = plt.subplots(1, 2, figsize=(11, 3.6))
     good = [each for each in found.outcomes if not each.error]
-    with saving_figure(figure, path, "--picture"):
+    with saved_figure(path, "--picture", ncols=2, figsize=(11, 3.6)) as (shares, course):
         for label, times_s in (
             ("time to first token", [each.ttft_s for each in good]),
             ("time between tokens", [gap for each in good for gap in each.gaps_s]),
@@ -150,4 +148,4 @@ def draw_bench(found: Bench, path: Path) -> None:
             course.plot(failed, [0.0] * len(failed), "x", ms=4, label="refused or failed")
         course.set(xlabel="arrival, s", ylabel="time to first token, ms")
         course.legend(fontsize=8)
-        figure.suptitle(f"{found.model}: {found.all.num_prompts} requests", fontsize=10)
+        shares.figure.suptitle(f"{found.model}: {found.all.num_prompts} requests", fontsize=10)

@@ -18,34 +18,22 @@ from cluster.classification.classify import (
     tokenize_rows,
 )
 from cluster.http.row_client import LOST_CODES, MAX_FAILURES, MAX_PAUSE_S, MIN_PAUSE_S
+from cluster.tools.bulk.job import BulkJob
 from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection, RowRequest
-from cluster.tools.bulk.requester import RequestTask
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import RequestError, TandemError
 from models.text.tokenizer import Tokenizer
-
-
-class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
-    """task: has no prefix, since each row has its own. unavailable_s: limit without any answer.
-
-    requests: of a job that does not classify.
-    """
-
-    task: ClassifyTask
-    multi_label: bool = False
-    requests: RequestTask | None = None
-    unavailable_s: float = 120.0
 
 
 class RowClassifier:
     """Classifier of chunks, several at once. Belongs to one event loop."""
 
     def __init__(
-        self, scorer: Scorer, tokenizer: Tokenizer, bulk: BulkTask, clock: Clock = monotonic_s
+        self, scorer: Scorer, tokenizer: Tokenizer, job: BulkJob, max_context_tokens: int
     ) -> None:
-        self._scorer, self._tokenizer, self._bulk = scorer, tokenizer, bulk
-        self._clock = clock
-        self._last_answer_s = clock()
+        self._scorer, self._tokenizer, self._job = scorer, tokenizer, job
+        self._task = job.task(max_context_tokens)
+        self._last_answer_s = monotonic_s()
 
     async def answer(self, rows: Sequence[RowRequest]) -> list[RowOutcome]:
         """Classify the rows.
@@ -65,8 +53,8 @@ class RowClassifier:
         return await map_bounded(one, range(len(rows)), limit=len(rows))
 
     def _questions(self, row: RowRequest) -> list[tuple[str, ClassifyTask]]:
-        task = msgspec.structs.replace(self._bulk.task, prefix=row.prefix)
-        tasks = label_tasks(task) if self._bulk.multi_label else [task]
+        task = msgspec.structs.replace(self._task, prefix=row.prefix)
+        tasks = label_tasks(task) if self._job.multi_label else [task]
         return [(row.text, each) for each in tasks]
 
     async def _row(
@@ -82,7 +70,7 @@ class RowClassifier:
                 return result
             results.append(result)
         usage = add_usage([result.usage for result in results])
-        probs = [r.probs[YES] for r in results] if self._bulk.multi_label else results[0].probs
+        probs = [r.probs[YES] for r in results] if self._job.multi_label else results[0].probs
         return RowAnswer(probs, usage.prompt_tokens, usage.cached_tokens)
 
     async def _classify_with_retry(
@@ -97,7 +85,7 @@ class RowClassifier:
         while True:
             try:
                 result = await classify_row(self._scorer, task, row)
-                self._last_answer_s = self._clock()
+                self._last_answer_s = monotonic_s()
                 return result
             except TandemError as error:
                 if not error.retryable or error.code in LOST_CODES:
@@ -106,7 +94,7 @@ class RowClassifier:
                     return RowRejection(error.message)
                 if failures >= MAX_FAILURES:
                     return RowRejection(f"{error.message} [tried {failures} times]")
-                if self._clock() - self._last_answer_s > self._bulk.unavailable_s:
+                if monotonic_s() - self._last_answer_s > self._job.unavailable_s:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)

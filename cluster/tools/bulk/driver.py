@@ -9,34 +9,26 @@ Two windows are open at a time, so that the last rows of one do not leave worker
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from cluster.classification.classify import ClassifyTask, applicable_labels, render_prompt
+from cluster.tools.bulk.job import BulkJob
 from cluster.tools.bulk.journal import Committed, Journal
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.progress import RowTally
 from cluster.tools.bulk.records import (
-    GeneratedRow,
-    InputRow,
     Reject,
-    RowAnswer,
     RowOutcome,
     RowRejection,
     RowRequest,
 )
-from cluster.tools.bulk.requester import RequestTask
 from cluster.tools.bulk.windows import Window, split_chunks
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import JobError, first_error
 
-IN_FLIGHT_ROWS = 512
-CHUNK_ROWS = 64
-CHUNK_REQUESTS = 8
 CHUNK_CHARACTERS = 1 << 20
 SYNC_EVERY_S = 1.0
-PROB_DIGITS = 7  # logits of two runs differ by up to 1e-5
 
 
 class RouterLostError(JobError):
@@ -48,65 +40,14 @@ class RowRouter(Protocol):
         """Return an outcome per row. Raises RouterLostError, or JobError if a retry cannot help."""
 
 
-class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    task: ClassifyTask
-    multi_label: bool = False
-    requests: RequestTask | None = None
-    in_flight_rows: int = IN_FLIGHT_ROWS
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a chunk, which is answered when its slowest row is."""
-        most = CHUNK_ROWS if self.requests is None else CHUNK_REQUESTS
-        return max(1, min(most, self.in_flight_rows // 2))
-
-    def prompt(self, row: InputRow) -> str:
-        """Return the row's prompt, or what of it determines common prefixes."""
-        if self.requests is not None:
-            return self.requests.prompt(row.prefix, row.text)
-        return render_prompt(msgspec.structs.replace(self.task, prefix=row.prefix), row.text)
-
-    def line(self, row: InputRow, answer: RowAnswer | GeneratedRow) -> dict[str, Any]:
-        """Return the row's line of the part file."""
-        if isinstance(answer, GeneratedRow):
-            is_json = self.requests is not None and self.requests.is_json
-            return {
-                "id": row.id,
-                **(
-                    {"json": msgspec.Raw(answer.text.encode())}
-                    if is_json
-                    else {"text": answer.text}
-                ),
-                "finish_reason": answer.finish_reason,
-                "prompt_tokens": answer.prompt_tokens,
-                "completion_tokens": answer.completion_tokens,
-            }
-        probs = [float(f"{prob:.{PROB_DIGITS}g}") for prob in answer.probs]
-        if self.requests is not None:
-            return {"id": row.id, "scores": probs, "prompt_tokens": answer.prompt_tokens}
-        labels = self.task.labels
-        best = max(range(len(probs)), key=answer.probs.__getitem__)
-        label = applicable_labels(labels, answer.probs) if self.multi_label else labels[best]
-        tokens = {"prompt_tokens": answer.prompt_tokens}
-        return {"id": row.id, "label": label, "probs": probs, **tokens}
-
-
 class Driver:
     """Driver of one run. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        output: Output,
-        router: RowRouter,
-        settings: DriverSettings,
-        tally: RowTally,
-        clock: Clock = monotonic_s,
-    ) -> None:
-        self._output, self._router, self._settings = output, router, settings
-        self._tally, self._clock = tally, clock
-        self._slots = asyncio.Semaphore(max(1, settings.in_flight_rows // settings.chunk_rows))
-        self._committed_s = clock()
-        self._synced_s = clock()
+    def __init__(self, output: Output, router: RowRouter, job: BulkJob, tally: RowTally) -> None:
+        self._output, self._router, self._job = output, router, job
+        self._tally = tally
+        self._slots = asyncio.Semaphore(max(1, job.most_in_flight // job.chunk_rows))
+        self._committed_s = self._synced_s = monotonic_s()
 
     async def run(self, windows: Iterator[Window]) -> None:
         """Commit all windows. Raises TandemError; committed windows remain."""
@@ -135,10 +76,8 @@ class Driver:
         self._tally.rejected(len(window.rejects))
         self._tally.found(len(journal.answers), *_tokens(list(journal.answers.values())))
         missing = [row for row in range(len(window.rows)) if row not in journal.answers]
-        settings = self._settings
-        chunks = split_chunks(
-            window, missing, settings.prompt, settings.chunk_rows, CHUNK_CHARACTERS
-        )
+        job = self._job
+        chunks = split_chunks(window, missing, job.prompt, job.chunk_rows, CHUNK_CHARACTERS)
         sent = []
         for chunk in chunks:
             await self._slots.acquire()
@@ -159,8 +98,8 @@ class Driver:
             self._slots.release()
         journal.add(list(zip(chunk, answers, strict=True)))
         self._tally.done(answers)
-        if self._clock() - self._synced_s > SYNC_EVERY_S:
-            self._synced_s = self._clock()
+        if monotonic_s() - self._synced_s > SYNC_EVERY_S:
+            self._synced_s = monotonic_s()
             await asyncio.to_thread(journal.sync)
 
     async def _commit(
@@ -176,7 +115,7 @@ class Driver:
         ]
         rejects = [*window.rejects, *refused]
         prompt_tokens, cached_tokens = _tokens(answers)
-        now_s = self._clock()
+        now_s = monotonic_s()
         done = Committed(
             window=window.number,
             digest=window.digest,
@@ -196,7 +135,7 @@ class Driver:
         encode = msgspec.json.Encoder().encode
         for row, answer in zip(window.rows, answers, strict=True):
             if not isinstance(answer, RowRejection):
-                yield encode(self._settings.line(row, answer)) + b"\n"
+                yield encode(self._job.line(row, answer)) + b"\n"
 
 
 async def _read_ahead(windows: Iterator[Window]) -> AsyncIterator[Window]:

@@ -11,10 +11,12 @@ import msgspec
 from cluster.classification.classify import (
     DEFAULT_TEMPLATE,
     ClassifyTask,
+    applicable_labels,
     check_questions,
     check_task,
+    render_prompt,
 )
-from cluster.tools.bulk.records import Fields
+from cluster.tools.bulk.records import Fields, GeneratedRow, InputRow, RowAnswer
 from cluster.tools.bulk.requester import MAX_TOKENS, RequestTask
 from cluster.tools.bulk.sources import Source
 from cluster.tools.bulk.windows import WindowLimits
@@ -22,6 +24,10 @@ from contracts.errors import ConfigError
 from contracts.json_input import read_json_file
 from contracts.requests import Priority
 
+IN_FLIGHT_ROWS = 512
+CHUNK_ROWS = 64
+CHUNK_REQUESTS = 8
+PROB_DIGITS = 7  # logits of two runs differ by up to 1e-5
 _HEAD_BYTES = 64 << 10
 _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its working directory
 
@@ -29,9 +35,8 @@ _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its workin
 class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
     """requests: of a job that generates or scores; None: it classifies.
 
-    in_flight_rows: limit of unanswered rows, which the loss of a process repeats.
-
-    None: `IN_FLIGHT_ROWS`, or more with many workers.
+    in_flight_rows: limit of unanswered rows, which the loss of a process repeats; None:
+    `IN_FLIGHT_ROWS`, or more with many workers. unavailable_s: limit without any answer.
     """
 
     inputs: tuple[str, ...]
@@ -55,6 +60,44 @@ class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
             priority=Priority.BE,
             max_context_tokens=max_context_tokens,
         )
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk, which is answered when its slowest row is."""
+        most = CHUNK_ROWS if self.requests is None else CHUNK_REQUESTS
+        return max(1, min(most, self.most_in_flight // 2))
+
+    @property
+    def most_in_flight(self) -> int:
+        return self.in_flight_rows or IN_FLIGHT_ROWS
+
+    def prompt(self, row: InputRow) -> str:
+        """Return the row's prompt, or what of it determines common prefixes."""
+        if self.requests is not None:
+            return self.requests.prompt(row.prefix, row.text)
+        return render_prompt(msgspec.structs.replace(self.task(), prefix=row.prefix), row.text)
+
+    def line(self, row: InputRow, answer: RowAnswer | GeneratedRow) -> dict[str, Any]:
+        """Return the row's line of the part file."""
+        if isinstance(answer, GeneratedRow):
+            is_json = self.requests is not None and self.requests.is_json
+            text = {"json": msgspec.Raw(answer.text.encode())} if is_json else {"text": answer.text}
+            return {
+                "id": row.id,
+                **text,
+                "finish_reason": answer.finish_reason,
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": answer.completion_tokens,
+            }
+        probs = [float(f"{prob:.{PROB_DIGITS}g}") for prob in answer.probs]
+        tokens = {"prompt_tokens": answer.prompt_tokens}
+        if self.requests is not None:
+            return {"id": row.id, "scores": probs, **tokens}
+        if self.multi_label:
+            label: Any = applicable_labels(self.labels, answer.probs)
+        else:
+            label = self.labels[max(range(len(probs)), key=answer.probs.__getitem__)]
+        return {"id": row.id, "label": label, "probs": probs, **tokens}
 
 
 def check_job(job: BulkJob, here: Path) -> None:

@@ -8,7 +8,7 @@
     summary.json        present when the job is complete
 
 A line of the ledger commits a window. The files are written and synced in this order:
-rejected.jsonl, part (under another name, then renamed), ledger. After a crash `Output.open`
+rejected.jsonl, part (under another name, then renamed), ledger. After a crash `Output`
 restores the ledger's state: it truncates rejected.jsonl, removes uncommitted parts, and keeps the
 journals of open windows up to their last complete line.
 """
@@ -44,24 +44,19 @@ _decode_job = msgspec.json.Decoder(dict[str, Any]).decode
 class Output:
     """The locked output folder. committed: the committed windows, from window 0 on."""
 
-    def __init__(self, folder: Path, committed: list[Committed], lock: BinaryIO) -> None:
-        self.folder, self.committed = folder, committed
-        self._lock = lock
-        self._rejected = (folder / REJECTED).open("ab")
-        self._ledger = (folder / LEDGER).open("ab")
-
-    @classmethod
-    def open(cls, folder: Path, job: dict[str, Any], *, resume: bool) -> Output:
+    def __init__(self, folder: Path, job: dict[str, Any], *, resume: bool) -> None:
         """Open the folder.
 
         Raises ConfigError if it holds something else, or this job without `resume`.
         """
-        lock = _claim(folder)
+        self.folder, self._lock = folder, _claim(folder)
         try:
             _check_job(folder, job, resume)
-            return cls(folder, _repair(folder), lock)
+            self.committed = _repair(folder)
+            self._rejected = (folder / REJECTED).open("ab")
+            self._ledger = (folder / LEDGER).open("ab")
         except BaseException:
-            lock.close()
+            self._lock.close()
             raise
 
     def close(self) -> None:

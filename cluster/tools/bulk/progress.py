@@ -9,7 +9,7 @@ from actors.telemetry.telemetry import Telemetry, Totals
 from cluster.observe.terminal import Terminal
 from cluster.tools.bulk.records import RowOutcome, RowRejection
 from contracts import metrics
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.metrics import Pipeline
 
 LINE_EVERY_S = 5.0
@@ -20,13 +20,12 @@ RATE_OVER_S = 30.0
 class RowTally:
     """Counts of this run and of earlier ones. expected_rows: estimate for the whole job."""
 
-    def __init__(self, clock: Clock = monotonic_s) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.rows = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.expected_rows: float | None = None
-        self._recent: deque[tuple[float, int, int]] = deque([(clock(), 0, 0)])
+        self._recent: deque[tuple[float, int, int]] = deque([(monotonic_s(), 0, 0)])
         self._rows_now = self._tokens_now = self._cached_now = 0
         self._answered_now = self._rejected_now = 0
 
@@ -65,7 +64,7 @@ class RowTally:
 
     def rates(self) -> tuple[float, float]:
         """Return rows and prompt tokens per second over the last half minute."""
-        now_s = self._clock()
+        now_s = monotonic_s()
         self._recent.append((now_s, self._rows_now, self._tokens_now))
         while now_s - self._recent[0][0] > RATE_OVER_S and len(self._recent) > 2:
             self._recent.popleft()

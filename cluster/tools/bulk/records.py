@@ -51,8 +51,6 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="ok"):
 
 
 class GeneratedRow(msgspec.Struct, frozen=True, array_like=True, tag="text"):
-    """A generated text."""
-
     text: str
     finish_reason: str
     prompt_tokens: int

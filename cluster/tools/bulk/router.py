@@ -23,9 +23,9 @@ from cluster.fleet.replies import Directory, checked
 from cluster.routing.pipeline_backend import Backend
 from cluster.serving.application import groups_handle
 from cluster.serving.ingress_app import build_row_app, pipelines, served_model
-from cluster.tools.bulk.classifier import BulkTask, RowClassifier
+from cluster.tools.bulk.classifier import RowClassifier
 from cluster.tools.bulk.driver import RouterLostError
-from cluster.tools.bulk.job import model_digest
+from cluster.tools.bulk.job import BulkJob, model_digest
 from cluster.tools.bulk.records import RowOutcome, RowRequest
 from cluster.tools.bulk.requester import RowRequester
 from contracts.config import TandemConfig
@@ -46,8 +46,8 @@ MAX_LOSSES = 5  # consecutive, without an answer in between
 class BulkRouter:
     """Router actor. groups: the actor that owns the workers; None: the running application's."""
 
-    def __init__(self, config: TandemConfig, bulk: BulkTask, groups: Any | None) -> None:
-        self._config, self._bulk = config, bulk
+    def __init__(self, config: TandemConfig, job: BulkJob, groups: Any | None) -> None:
+        self._config, self._job = config, job
         self._groups = groups
         self._answering: RowClassifier | RowRequester | None = None
         self._backend: Backend | None = None
@@ -75,11 +75,11 @@ class BulkRouter:
             self._directory = known if self._is_replaced else found
             return self._directory
 
-        if (requests := self._bulk.requests) is not None:
+        if (requests := self._job.requests) is not None:
             app = await build_row_app(self._config, directory)
             self._backend = app.app_state.backend
             is_chat = app.app_state.tokenizer.has_chat_template
-            limit_s = self._bulk.unavailable_s
+            limit_s = self._job.unavailable_s
             return RowRequester(app, requests, is_chat=is_chat, unavailable_s=limit_s)
         model, tokenizer = await asyncio.to_thread(served_model, self._config)
 
@@ -90,10 +90,8 @@ class BulkRouter:
         self._backend = scorer
         scorer.start()
         await scorer.wait_serving(WORKER_WAIT_S)
-        limit = model.max_context_tokens
         freeze_heap()
-        task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
-        return RowClassifier(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
+        return RowClassifier(scorer, tokenizer, self._job, model.max_context_tokens)
 
     async def _find_groups(self) -> Any:
         """Return the application's launcher; it may be deployed again now. Raises JobError."""
@@ -249,7 +247,6 @@ class RayRouter:
             self._notify("all workers are available again")
 
 
-def router_actor(config: TandemConfig, bulk: BulkTask, groups: Any | None) -> Any:
-    """Start a BulkRouter on any node."""
+def router_actor(config: TandemConfig, job: BulkJob, groups: Any | None) -> Any:
     remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
-    return remote.remote(config, bulk, groups)
+    return remote.remote(config, job, groups)

@@ -9,15 +9,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.replies import ScrapeTarget
 from cluster.observe.terminal import Terminal
 from cluster.serving.application import groups_handle
-from cluster.tools.bulk.classifier import BulkTask
-from cluster.tools.bulk.driver import IN_FLIGHT_ROWS, Driver, DriverSettings
-from cluster.tools.bulk.job import BulkJob, check_job, fingerprint
+from cluster.tools.bulk.driver import Driver
+from cluster.tools.bulk.job import IN_FLIGHT_ROWS, BulkJob, check_job, fingerprint
 from cluster.tools.bulk.journal import Committed
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.progress import RowTally, duration, show
@@ -41,28 +42,21 @@ def run_bulk(
         source.open(job.fields)  # before workers start: report missing columns
     with workers as found, contextlib.ExitStack() as stack:
         folder = resolve_model_folder(found.config.model.path)
-        output = Output.open(job.output, fingerprint(job, sources, folder), resume=job.resume)
+        output = Output(job.output, fingerprint(job, sources, folder), resume=job.resume)
         stack.callback(output.close)
         known = output.summary()
         if known is not None:
             console.print(f"{job.output}: complete already", soft_wrap=True)
             return known
         tally = RowTally()
-        bulk = BulkTask(
-            task=job.task(),
-            multi_label=job.multi_label,
-            requests=job.requests,
-            unavailable_s=job.unavailable_s,
-        )
+        if job.in_flight_rows is None:
+            job = msgspec.structs.replace(job, in_flight_rows=_in_flight_rows(found.config))
         groups = found.start()
-        make = partial(router_actor, found.config, bulk, groups)
-        router = RayRouter(make, notify)
-        driver = Driver(output, router, _settings(job, found.config), tally)
+        router = RayRouter(partial(router_actor, found.config, job, groups), notify)
+        driver = Driver(output, router, job, tally)
+        windows = _windows(job, sources, tally)
+        endpoint = _metrics_endpoint(found.config, groups, tally)
         try:
-            windows, endpoint = (
-                _windows(job, sources, tally),
-                _metrics_endpoint(found.config, groups, tally),
-            )
             asyncio.run(_run(driver, router, windows, tally, console, endpoint))
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM, as of `ray job stop`
             notify(stopped_line(output.committed, job.output))
@@ -105,15 +99,6 @@ def _metrics_endpoint(config: TandemConfig, groups: Any | None, tally: RowTally)
     return MetricsEndpoint(config, telemetry, "bulk", f"bulk-{os.getpid()}", notify)
 
 
-def _settings(job: BulkJob, config: TandemConfig) -> DriverSettings:
-    return DriverSettings(
-        task=job.task(),
-        multi_label=job.multi_label,
-        requests=job.requests,
-        in_flight_rows=job.in_flight_rows or _in_flight_rows(config),
-    )
-
-
 def _in_flight_rows(config: TandemConfig) -> int:
     workers = config.groups.prefill_ranks or config.groups.attention_ranks
     return max(IN_FLIGHT_ROWS, ROWS_PER_WORKER * workers)
@@ -134,17 +119,11 @@ def _windows(job: BulkJob, sources: Sequence[Source], tally: RowTally) -> Iterat
 
 
 def _totals(committed: Sequence[Committed]) -> Committed:
-    """Sum the ledger's lines."""
-    return Committed(
-        window=len(committed),
-        digest="",
-        rows_ok=sum(line.rows_ok for line in committed),
-        rows_rejected=sum(line.rows_rejected for line in committed),
-        prompt_tokens=sum(line.prompt_tokens for line in committed),
-        cached_tokens=sum(line.cached_tokens for line in committed),
-        rows_sent_again=sum(line.rows_sent_again for line in committed),
-        seconds=sum(line.seconds for line in committed),
-    )
+    summed = ("rows_ok", "rows_rejected", "prompt_tokens", "cached_tokens", "rows_sent_again")
+    sums: dict[str, Any] = {
+        name: sum(getattr(line, name) for line in committed) for name in (*summed, "seconds")
+    }
+    return Committed(window=len(committed), digest="", **sums)
 
 
 def _summary(committed: Sequence[Committed], restarts: int) -> dict[str, Any]:

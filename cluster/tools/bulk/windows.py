@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from cluster.batch.lines import SeenIds
 from cluster.tools.bulk.records import InputRecord, InputRow, Reject
 
+Item = TypeVar("Item")
 DUPLICATE = "duplicate id: only its first row is answered"
 
 
@@ -36,22 +38,28 @@ def split_windows(
 ) -> Iterator[Window]:
     """Cut records into windows. ids: reject rows whose id has occurred before."""
     seen = SeenIds() if ids else None
-    for number, batch in enumerate(_batches(records, limits)):
+    for number, batch in enumerate(_cut(records, limits.rows, limits.characters, _characters)):
         yield _window(number, batch, seen)
 
 
-def _batches(records: Iterable[InputRecord], limits: WindowLimits) -> Iterator[list[InputRecord]]:
-    batch: list[InputRecord] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        if isinstance(record, InputRow):
-            characters += len(record.prefix) + len(record.text)
-        if len(batch) >= limits.rows or characters >= limits.characters:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _cut(
+    items: Iterable[Item], count: int, characters: int, size: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Cut items into parts of `count`, or fewer if they reach that number of characters."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        part.append(item)
+        total += size(item)
+        if len(part) >= count or total >= characters:
+            yield part
+            part, total = [], 0
+    if part:
+        yield part
+
+
+def _characters(record: InputRecord) -> int:
+    return len(record.prefix) + len(record.text) if isinstance(record, InputRow) else 0
 
 
 def _window(number: int, batch: Sequence[InputRecord], seen: SeenIds | None) -> Window:
@@ -82,14 +90,5 @@ def split_chunks(
 
     Rows with a common prefix are neighbours.
     """
-    chunk: list[int] = []
-    size = 0
-    for index in sorted(missing, key=lambda at: prompt(window.rows[at])):
-        chunk.append(index)
-        row = window.rows[index]
-        size += len(row.prefix) + len(row.text)
-        if len(chunk) >= rows or size >= characters:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    ordered = sorted(missing, key=lambda at: prompt(window.rows[at]))
+    return _cut(ordered, rows, characters, lambda at: _characters(window.rows[at]))

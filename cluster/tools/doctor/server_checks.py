@@ -1,7 +1,7 @@
 """Checks of a running server for `tandem doctor --url`."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -88,16 +88,14 @@ class ServerSnapshot(NamedTuple):
         return next((rank for rank in self.before.ranks if rank.name == name), None)
 
 
-def check_server(
-    server: Server, targets: Path | None = None, sleep: Callable[[float], None] = time.sleep
-) -> list[Finding]:
+def check_server(server: Server, targets: Path | None) -> list[Finding]:
     """Run all checks in order; only the first if the server does not answer.
 
     targets: the list of exporters for Prometheus; None: no list exists here.
     """
     try:
         before = fetch_status(server)
-        sleep(SAMPLE_INTERVAL_S)
+        time.sleep(SAMPLE_INTERVAL_S)
         snapshot = ServerSnapshot(before, fetch_status(server))
     except ConfigError as error:
         advice = "is it running there (tandem serve), and is this its key (--api-key)?"

@@ -1,6 +1,5 @@
 """`tandem plan`: the best schedule and split, alternatives, and modes of prefill."""
 
-import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from planner.costs.prefill_modes import (
 from planner.costs.stages import PlanSpec
 from planner.schedule.alternatives import Workload, prefill_group
 from planner.schedule.deployment_search import (
+    Solve,
     Split,
     SplitComparison,
     judge,
@@ -152,15 +152,16 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
     if isinstance(given, PlanSpec):
         return _report(given, beyond=beyond)
     workload, profiled = given.workload, given.profiled
+    find: Solve = solve_extended if beyond else _best
     before = None
     if profiled is not None:
         plain = workload._replace(routing_of=in_order(profiled, workload))
-        before = _verdict(given._replace(workload=plain), beyond=beyond), plain
+        before = _verdict(given._replace(workload=plain), find), plain
         placed = SolvedRouting(profiled, workload)
         given = given._replace(workload=workload._replace(routing_of=placed))
-        verdict = _verdict_of_placed(given, placed, beyond=beyond)
+        verdict = _verdict_of_placed(given, placed, find)
     else:
-        verdict = _verdict(given, beyond=beyond)
+        verdict = _verdict(given, find)
     assert verdict.best.spec is not None
     report = _report(verdict.best.spec, beyond=beyond, verdict=verdict, workload=workload)
     if given.tier is not None:
@@ -175,12 +176,11 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
     return report
 
 
-def _best(spec: PlanSpec, *, beyond: bool) -> PlannedBatch:
-    return solve_extended(spec) if beyond else solve(spec).best
+def _best(spec: PlanSpec) -> PlannedBatch:
+    return solve(spec).best
 
 
-def _verdict(problem: ModelProblem, *, beyond: bool) -> SplitComparison:
-    find = functools.partial(_best, beyond=beyond)
+def _verdict(problem: ModelProblem, find: Solve) -> SplitComparison:
     workload, deployment = problem.workload, problem.deployment
     if deployment is None:
         return search(workload, find, problem.max_r2)
@@ -189,17 +189,16 @@ def _verdict(problem: ModelProblem, *, beyond: bool) -> SplitComparison:
 
 
 def _verdict_of_placed(
-    problem: ModelProblem, placed: SolvedRouting, *, beyond: bool
+    problem: ModelProblem, placed: SolvedRouting, find: Solve
 ) -> SplitComparison:
     """Search all splits with sketched placements, then refine the best.
 
     The answer also has the same devices without a split.
     """
     workload = problem.workload
-    sketched = _verdict(problem, beyond=beyond)
+    sketched = _verdict(problem, find)
     best = sketched.best.deployment
     placed.refine(best.expert_ranks, workload.devices)
-    find = functools.partial(_best, beyond=beyond)
     split = planned_split(workload, best, find, problem.max_r2)
     others = [each for each in sketched.splits if each.deployment != best]
     splits = sorted([split, *others], key=lambda each: each.deployment.attention_ranks)

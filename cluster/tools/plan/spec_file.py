@@ -253,13 +253,14 @@ def _model(given: str | dict[str, Any]) -> ModelSpec:
     Of a hub id only config.json is downloaded.
     """
     if isinstance(given, str):
-        return _bounded(_named_model(given))
+        spec = _named_model(given)
+        _check_layers(spec.num_layers)
+        return spec
     for name, value in given.items():
         if isinstance(value, int) and not -MAX_FIELD < value < MAX_FIELD:
             raise ConfigError(f"model: {name}: {value} is no size of a model")
     layers = given.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise ConfigError(f"model: num_hidden_layers: {layers}: give at most {MAX_LAYERS}")
+    _check_layers(layers if isinstance(layers, int) else 0)
     try:
         return spec_from(ConfigFields(Path("model"), given))
     except TandemError:
@@ -287,7 +288,6 @@ def _named_model(name: str) -> ModelSpec:
     )
 
 
-def _bounded(spec: ModelSpec) -> ModelSpec:
-    if spec.num_layers > MAX_LAYERS:
-        raise ConfigError(f"model: num_hidden_layers: {spec.num_layers}: give at most {MAX_LAYERS}")
-    return spec
+def _check_layers(layers: int) -> None:
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"model: num_hidden_layers: {layers}: give at most {MAX_LAYERS}")

@@ -14,7 +14,7 @@ import torch
 
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
-from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for
+from actors.planning.stage_probe import AttentionTask, ProbedPass, StageProbe, pool_tokens_for
 from actors.ranks.serving_rank import bound_memory, set_device_environment
 from contracts import machine
 from contracts.clock import monotonic_s
@@ -62,20 +62,12 @@ MAX_SEVERAL_TOKENS = 2048
 SERVED = ((1, 64), (4, 64), (16, 64), (32, 64), (64, 16), (1, 1024), (4, 512))  # count, tokens
 
 Chunks = tuple[tuple[int, int], ...]
+Dtype = Literal["auto", "bfloat16", "float32"]
 Found = TypeVar("Found")
 
 
-class ProfileSettings(NamedTuple):
-    """Model, type, time limit and device of a measurement. device "auto": a GPU if there is one."""
-
-    model_folder: Path
-    dtype: Literal["auto", "bfloat16", "float32"]
-    seconds: float
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
-
-
 def rank_device(name: str) -> torch.device:
-    """Return what a name of `ProfileSettings` stands for. Raises ConfigError."""
+    """Return the device of a name; "auto": a GPU if there is one. Raises ConfigError."""
     if name != "cpu":
         set_device_environment()
         if torch.cuda.is_available():
@@ -108,25 +100,25 @@ def device_fields(device: torch.device) -> dict[str, Any]:
     return {**fields, "shareable": device.type == "cpu"}
 
 
-def profile(settings: ProfileSettings) -> Hardware:
+def profile(folder: Path, dtype_name: Dtype, seconds: float, device_name: str) -> Hardware:
     """Measure attention, shared experts, experts and links, one core or GPU for each side.
 
     Raises ConfigError, ResourceError, CheckpointError, ChannelError.
     """
-    if not 5 <= settings.seconds <= 3600:
-        raise ConfigError(f"--seconds {settings.seconds:g}: give 5 to 3600")
-    spec = check_checkpoint(settings.model_folder)
-    dtype = resolve_dtype(spec, settings.dtype)
-    device = rank_device(settings.device)
+    if not 5 <= seconds <= 3600:
+        raise ConfigError(f"--seconds {seconds:g}: give 5 to 3600")
+    spec = check_checkpoint(folder)
+    dtype = resolve_dtype(spec, dtype_name)
+    device = rank_device(device_name)
     bound_memory()  # as in ranks
     shape = shape_of(spec, dtype.itemsize)
     with _one_thread():
         costs = _until_certain(
-            lambda: _fit_stages(spec, shape, _measure_stages(settings, spec, dtype, device)),
+            lambda: _fit_stages(spec, shape, _measure_stages(folder, seconds, spec, dtype, device)),
             lambda found: found.fits,
         )
         links, link_fits = _until_certain(
-            lambda: _measure_links(link_ends(device), LINK_SHARE * settings.seconds),
+            lambda: _measure_links(link_ends(device), LINK_SHARE * seconds),
             lambda found: found[1],
         )
     precision = str(dtype)[6:]
@@ -134,7 +126,7 @@ def profile(settings: ProfileSettings) -> Hardware:
         version=FORMAT_VERSION,
         name=f"{platform.node()}-{precision}",
         kind="measured",
-        source=f"tandem profile on {settings.model_folder.name} ({spec.architecture}), "
+        source=f"tandem profile on {folder.name} ({spec.architecture}), "
         f"{precision}, one {'core' if device.type == 'cpu' else 'GPU'} a rank, "
         f"torch {torch.__version__}",
         **device_fields(device),
@@ -255,13 +247,13 @@ _Measured = dict[Chunks, list[ProbedPass]]
 
 
 def _measure_stages(
-    settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    folder: Path, seconds: float, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Measured, _Measured, list[ServingSample]]:
     """Measure with one expert rank, with several, and outside of the layers."""
     wanted = batches(spec.max_context_tokens)
-    budget_s = (1 - LINK_SHARE) * settings.seconds
+    budget_s = (1 - LINK_SHARE) * seconds
     pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
-    folder, ranks = settings.model_folder, min(SEVERAL, spec.num_experts)
+    ranks = min(SEVERAL, spec.num_experts)
     opened = partial(StageProbe, folder, spec, dtype, pool_tokens=pool_tokens, device=device)
     with closing(opened()) as probe:
         served = _served(probe, spec.max_context_tokens, pool_tokens)
@@ -324,19 +316,19 @@ def _attention_samples(
     """Return the median of each batch and kind of layer."""
     samples = []
     for chunks, passes in measured.items():
-        tasks = [task for one in passes for task in one.attention]
+        tasks = _tasks(passes, Stage.ATTENTION)
         for window in dict.fromkeys(spec.sliding_windows):
-            times = [
-                task.seconds
-                for task in tasks
-                if task.stage is Stage.ATTENTION and spec.sliding_windows[task.layer] == window
-            ]
+            times = [task.seconds for task in tasks if spec.sliding_windows[task.layer] == window]
             if times:
                 ms = 1e3 * statistics.median(times)
                 copies = statistics.fmean(one.copies for one in passes)
                 label = label_of(chunks) + (f" to {ranks} ranks" if ranks > 1 else "")
                 samples.append(AttentionSample(label, chunks, window, ms, ranks, copies))
     return samples
+
+
+def _tasks(passes: Sequence[ProbedPass], stage: Stage) -> list[AttentionTask]:
+    return [task for one in passes for task in one.attention if task.stage is stage]
 
 
 def _expert_samples(measured: _Measured) -> list[ExpertSample]:
@@ -353,8 +345,7 @@ def _expert_samples(measured: _Measured) -> list[ExpertSample]:
 def _shared(shape: ModelShape, measured: _Measured) -> tuple[SharedCost | None, list[Fit]]:
     samples = []
     for chunks, passes in measured.items():
-        tasks = [task for one in passes for task in one.attention if task.stage is Stage.SHARED]
-        if tasks:
+        if tasks := _tasks(passes, Stage.SHARED):
             ms = 1e3 * statistics.median(task.seconds for task in tasks)
             samples.append(SharedSample(label_of(chunks), count_tokens(chunks), ms))
     if not samples:
@@ -398,7 +389,6 @@ def _link_medians(
 
 
 def _processor() -> str:
-    """Return the processor's name."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.observe.terminal import Terminal, plain_table
-from cluster.tools.plots import check_format, pyplot, saving_figure
+from cluster.tools.plots import saved_figure
 from cluster.tools.profile.routing_profile import RoutingReport
 from contracts.hardware import Fit, Hardware
 from models.prediction.routing_profile import PREDICTOR_KINDS
-
-OPTION = "--plot"
 
 
 def print_profile(hardware: Hardware) -> None:
@@ -31,18 +29,14 @@ def print_profile(hardware: Hardware) -> None:
 
 def draw_profile(hardware: Hardware, path: Path) -> None:
     """Draw measured and modelled times over size. Raises ConfigError."""
-    check_format(path, OPTION)
-    plt = pyplot(OPTION)
-    fits = hardware.fits
-    columns = 4
+    fits, columns = hardware.fits, 4
     rows = -(-len(fits) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.0 * rows), squeeze=False)
-    with saving_figure(figure, path, OPTION):
+    layout = {"nrows": rows, "ncols": columns, "figsize": (3.4 * columns, 3.0 * rows)}
+    with saved_figure(path, "--plot", squeeze=False, **layout) as axes:
         for axis in axes.flat[len(fits) :]:
             axis.set_visible(False)
         for axis, fit in zip(axes.flat, fits, strict=False):
             _draw_fit(axis, fit)
-    plt.close(figure)
 
 
 def _draw_fit(axis: Any, fit: Fit) -> None:
@@ -51,15 +45,13 @@ def _draw_fit(axis: Any, fit: Fit) -> None:
 
     points = sorted(fit.points, key=lambda point: (point.size, point.modelled_ms))
     size = [point.size for point in points]
+    measured_ms = [point.measured_ms for point in points]
     several = len(set(size)) < len(size)  # batches of one size differ in context
     x = [point.modelled_ms for point in points] if several else size
     lines = sorted(zip(x, (point.modelled_ms for point in points), strict=True))
     axis.loglog([a for a, _ in lines], [b for _, b in lines], color="#ee8636", linewidth=1.2)
-    axis.loglog(x, [point.measured_ms for point in points], "o", color="#3b75af", markersize=3.5)
-    low, high = (
-        min(point.measured_ms for point in points),
-        max(point.measured_ms for point in points),
-    )
+    axis.loglog(x, measured_ms, "o", color="#3b75af", markersize=3.5)
+    low, high = min(measured_ms), max(measured_ms)
     axis.set_ylim(low / 3, max(3 * high, 10 * low))  # at least a decade, so that flat looks flat
     for side in (axis.xaxis, axis.yaxis):
         side.set_minor_formatter(NullFormatter())  # powers of ten only: others would overlap

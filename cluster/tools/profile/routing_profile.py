@@ -14,7 +14,6 @@ from models.experts.host_experts import open_host_source
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.profile_file import checkpoint_digest
 from models.prediction.routing_counts import (
-    COUNT_LIMITS,
     MIN_TOKENS,
     CountedModel,
     CountLimits,
@@ -28,17 +27,8 @@ from models.text.tokenizer_files import tokenizer_digest
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 
 MEASUREMENT_LIMITS: Final = CountLimits(pairs=1 << 17, paths=1 << 16)  # larger than the file's
+ROW_TOKENS: Final = 512  # of one text
 _DEADLINE_S: Final = 600.0  # to write the file of experts, or to read a layer's
-
-
-class RoutingSettings(NamedTuple):
-    """most_tokens: of all texts together. row_tokens: of one text. limits: counts in the file."""
-
-    model_folder: Path
-    dtype: Literal["auto", "bfloat16", "float32"]
-    most_tokens: int = 60_000
-    row_tokens: int = 512
-    limits: CountLimits = COUNT_LIMITS
 
 
 class LayerPrecision(NamedTuple):
@@ -67,19 +57,22 @@ class RoutingReport(NamedTuple):
 
 
 def routing_profile(
-    settings: RoutingSettings,
+    folder: Path,
+    dtype_name: Literal["auto", "bfloat16", "float32"],
     texts: Iterable[str],
-    progress: Callable[[float], None] = lambda part: None,
+    *,
+    most_tokens: int,
+    limits: CountLimits,
+    progress: Callable[[float], None],
 ) -> RoutingReport:
     """Run the model on the CPU with streamed experts, so that it may be larger than memory.
 
-    progress: called with the completed fraction. Raises CheckpointError, ResourceError,
-    ConfigError.
+    most_tokens: of all texts together. limits: of the counts in the file. progress: called with
+    the completed fraction. Raises CheckpointError, ResourceError, ConfigError.
     """
-    folder = settings.model_folder
     spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
-    dtype = resolve_dtype(spec, settings.dtype)
-    rows = list(_rows(Tokenizer.load(folder), texts, settings))
+    dtype = resolve_dtype(spec, dtype_name)
+    rows = list(_rows(Tokenizer.load(folder), texts, most_tokens))
     tokens = sum(map(len, rows))
     if tokens < MIN_TOKENS:
         raise ConfigError(
@@ -92,7 +85,7 @@ def routing_profile(
         half = AttentionHalf.load(checkpoint, spec, dtype=dtype)
         counter = _counter(folder, spec)
         profile = ProfileBuilder(half, store, rows, progress, counter).profile()
-        return RoutingReport(profile, counter.counts().truncate(settings.limits), tokens)
+        return RoutingReport(profile, counter.counts().truncate(limits), tokens)
     finally:
         store.close()
 
@@ -121,12 +114,9 @@ def merge_counts(
     return counts
 
 
-def _rows(
-    tokenizer: Tokenizer, texts: Iterable[str], settings: RoutingSettings
-) -> Iterator[Sequence[int]]:
-    left = settings.most_tokens
+def _rows(tokenizer: Tokenizer, texts: Iterable[str], left: int) -> Iterator[Sequence[int]]:
     for text in texts:
-        ids = tokenizer.encode(text)[: min(settings.row_tokens, left)]
+        ids = tokenizer.encode(text)[: min(ROW_TOKENS, left)]
         if len(ids) > 1:
             yield ids
             left -= len(ids)

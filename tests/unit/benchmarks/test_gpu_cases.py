@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.cases import offloaded_on_gpu, slot_kernels, streamed_on_gpu
 from benchmarks.harness import Case, run_case
-from benchmarks.support.crossing import crossing
 from benchmarks.support.imposed_routing import ImposedRouting
 from benchmarks.support.offloaded_report import summarise
 from benchmarks.support.random_in_memory import SMALL
@@ -24,8 +23,7 @@ CPU = torch.device("cpu")
 ON_CPU = "--device cpu --shape small --dtype float32 "
 OFFLOADED = "--layers 3 --threads 1 --tokens 3 --warm 2 --contexts 20 40 --kept 0.5 1.0 --rounds 2"
 STREAMED = (
-    "--layers 5 --hidden 64 --experts 8 --threads 1 --row-tokens 32 --tokens 32 96 --max-tokens 128"
-    " --rounds 1 --passes 1"
+    "--layers 5 --threads 1 --row-tokens 32 --tokens 32 96 --max-tokens 128 --rounds 1 --passes 1"
 )
 
 
@@ -125,7 +123,8 @@ def test_small_streamed_run_checks_logits_and_writes_its_result(tmp_path: Path) 
         assert point["hidden_fraction"] <= 1
     assert summary["experts_on_device_fraction"] == 3 / 5
     assert summary["threshold"]["calibrated_tokens"] > 0
-    assert summary["layer_bytes"] == 4 * 8 * 3 * 64 * SMALL["moe_intermediate_size"]
+    expert = 3 * SMALL["hidden_size"] * SMALL["moe_intermediate_size"]
+    assert summary["layer_bytes"] == 4 * SMALL["num_experts"] * expert
 
 
 def test_summary_of_a_machine_with_copies_as_long_as_a_thousand_tokens() -> None:
@@ -150,9 +149,6 @@ def test_summary_of_a_machine_with_copies_as_long_as_a_thousand_tokens() -> None
     assert points["2000"]["resident"]["flops_utilization"] == pytest.approx(
         1000 * executed_flops(spec, torch.float32, 64) / 1e12
     )
-    assert threshold["transfer_s"] == 0.25
-    assert threshold["measured_tokens"] == pytest.approx(1000)
-    assert threshold["eq1_tokens"] == pytest.approx(1000)
     assert threshold["smallest_at_goal_tokens"] == 2000
 
 
@@ -160,8 +156,3 @@ def streamed_turn(
     tokens: int, pass_s: float, copied_s: float, waited_s: float
 ) -> dict[str, object]:
     return streamed_on_gpu.Turn(tokens, [pass_s], copied_s, waited_s, 0)._asdict()
-
-
-def test_a_curve_crosses_a_level_between_its_points_or_beyond_them() -> None:
-    assert crossing(1.5, [(0, 0), (1, 1), (2, 2)]) == 1.5
-    assert crossing(4.0, [(2, 2), (1, 1)]) == 4.0

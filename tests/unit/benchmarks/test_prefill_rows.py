@@ -59,4 +59,3 @@ def test_a_token_in_front_makes_rows_of_a_round_new_or_each_of_them() -> None:
     assert together.token_ids[0][0] != rows.behind(6, apart=False).token_ids[0][0]
     for more in (together, apart):
         assert [ids[1:] for ids in more.token_ids] == rows.token_ids
-    assert rows.first(5).token_ids == [[1, 2], [1, 2, 3]]

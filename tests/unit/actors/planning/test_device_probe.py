@@ -18,7 +18,7 @@ from actors.moe import expert_server
 from actors.planning.planner_inputs import shape_of
 from actors.planning.stage_probe import ExpertTask, ProbedPass, StageProbe, pool_tokens_for
 from cluster.tools.profile import hardware_profile
-from cluster.tools.profile.hardware_profile import ProfileSettings, rank_device
+from cluster.tools.profile.hardware_profile import rank_device
 from contracts.errors import ConfigError, PeerError, ResourceError
 from contracts.traces import Stage
 from kernels.device import DeviceTimes, GpuMemory
@@ -148,7 +148,7 @@ def test_profile_recovers_the_devices_costs(
     monkeypatch.setattr(hardware_profile, "batches", lambda longest: chunks)
     monkeypatch.setattr(hardware_profile, "MAX_ROUNDS", 3)
     folder = tiny_checkpoint("qwen3_moe")
-    found = hardware_profile.profile(ProfileSettings(folder, "float32", 5.0, "cuda"))
+    found = hardware_profile.profile(folder, "float32", 5.0, "cuda")
     fits = {fit.stage: fit for fit in found.fits}
     assert list(fits) == ["attention", "expert", "serving", "a2e shm", "e2a shm"]
     assert fits["expert"].median_error_fraction < 0.01

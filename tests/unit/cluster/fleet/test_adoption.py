@@ -137,7 +137,7 @@ def test_new_launcher_adopts_the_same_ranks_in_the_same_places(cluster: Cluster)
     before = cluster.launch()
     silent = rank_of(before[0].members[1])
     silent.answers["identity"] = silent.death  # left to the supervisor
-    token, groups, _, config, *_ = cluster.adopted()
+    token, groups, config, *_ = cluster.adopted()
     assert (token, config) == (TOKEN, CONFIG)
     for old, new in zip(before, groups, strict=True):
         assert (new.kind, new.epoch, new.backend) == (old.kind, old.epoch, old.backend)

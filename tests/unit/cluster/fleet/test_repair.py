@@ -211,7 +211,7 @@ class Rig(StartedRanks):
             source="test",
         )
         self.group = self.launch(config, *[Group.PREFILL] * 3, backend="auto")
-        self.fleet = Fleet(b"", [self.group])
+        self.fleet = Fleet(b"", [self.group], config)
 
     def lose(self, place: int) -> None:
         name = self.started[place].name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.support.batching_baselines import static_batching
+from benchmarks.support.policy_rank import static_batching
 from contracts.errors import ConfigError
 from contracts.requests import Priority
 from planner.scheduling.batching import (

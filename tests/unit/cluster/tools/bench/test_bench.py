@@ -16,9 +16,9 @@ import pytest
 
 from cluster.cli.main import main
 from cluster.http.server import free_port
-from cluster.tools.bench.bench import BenchSettings, bench
+from cluster.tools.bench.bench import bench
 from cluster.tools.bench.datasets import Lengths, TraceRow, Turn, read_conversations, read_trace
-from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
+from cluster.tools.bench.load_generator import BenchSettings, HttpLoadGenerator
 from cluster.tools.bench.workload import (
     BlockPrompt,
     RequestArrival,
@@ -90,8 +90,8 @@ def refuses(status: int, **headers: str) -> Answer:
 
 def one(url: str, **changes: Any) -> RequestResult:
     outcome = RequestResult(RequestArrival(0.0, LS, Lengths(4, 2)))
-    target = LoadTarget(url=url, model="m", **changes)
-    asyncio.run(HttpLoadGenerator(target, 1).run([[outcome]], timeout_s=2.0))
+    settings = BenchSettings(url=url, timeout_s=2.0, **changes)
+    asyncio.run(HttpLoadGenerator(settings, "m").run([[outcome]]))
     return outcome
 
 
@@ -119,7 +119,7 @@ def test_first_piece_of_chat_is_not_a_token() -> None:
     word = 'data: {"choices": [{"delta": {"content": "a"}}]}'
     usage = 'data: {"choices": [], "usage": {"completion_tokens": 5}}'
     with server(stream(role, word, word, usage, "data: [DONE]")) as url:
-        outcome = one(url, path="/v1/chat/completions")
+        outcome = one(url, chat=True)
     assert outcome.error == ""
     assert (len(outcome.tokens_s), outcome.tokens) == (2, 5)
 
@@ -153,8 +153,9 @@ def test_requests_beyond_max_open_are_not_sent_and_reported() -> None:
 
     outcomes = [RequestResult(RequestArrival(0.0, LS, Lengths(4, 2))) for _ in range(3)]
     with server(answer) as url:
-        generator = HttpLoadGenerator(LoadTarget(url=url, model="m"), 1, max_open=2)
-        asyncio.run(generator.run([[each] for each in outcomes], timeout_s=0.2))
+        settings = BenchSettings(url=url, timeout_s=0.2)
+        generator = HttpLoadGenerator(settings, "m", max_open=2)
+        asyncio.run(generator.run([[each] for each in outcomes]))
         leave.set()
     assert [each.error for each in outcomes[:2]] == ["ReadTimeout"] * 2
     assert outcomes[2].error == "not sent: 2 requests were open"
@@ -456,12 +457,11 @@ def test_requests_are_sent_on_arrival_and_refused_client_retries_once(folder: Pa
         RequestResult(RequestArrival(0.1 * number, LS, Lengths(4, 1))) for number in range(4)
     ]
     with serve_api(folder, [rank], max_waiting=2) as api:
-        generator = HttpLoadGenerator(
-            LoadTarget(url=api.url, model=MODEL, fields={"ignore_eos": True}),
-            1,
-            retries_refused=True,
+        settings = BenchSettings(
+            url=api.url, ls=1.0, timeout_s=4.0, retry_refused=True, fields={"ignore_eos": True}
         )
-        asyncio.run(generator.run([[each] for each in outcomes], timeout_s=4.0))
+        generator = HttpLoadGenerator(settings, MODEL)
+        asyncio.run(generator.run([[each] for each in outcomes]))
     assert all(0 <= each.sent_s - each.arrival.at_s < 3 for each in outcomes)
     assert [each.error for each in outcomes] == ["ReadTimeout", "ReadTimeout", "429", "429"]
     assert all(each.retry_s for each in outcomes[2:])

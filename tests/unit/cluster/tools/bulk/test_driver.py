@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.classification.classify import ClassifyTask, classify_row
+from cluster.classification.classify import DEFAULT_TEMPLATE, ClassifyTask, classify_row
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
-from cluster.tools.bulk.classifier import BulkTask, RowClassifier
+from cluster.tools.bulk.classifier import RowClassifier
 from cluster.tools.bulk.driver import RouterLostError
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.records import InputRecord, RowAnswer, RowOutcome, RowRejection, RowRequest
@@ -24,7 +24,15 @@ from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import tokenize_row
 from tests.support.async_tests import run_async
 from tests.support.attention_ranks import started
-from tests.support.bulk_support import JOB, EchoRouter, json_lines, parts, rows_of, run_job
+from tests.support.bulk_support import (
+    JOB,
+    EchoRouter,
+    bulk_job,
+    json_lines,
+    parts,
+    rows_of,
+    run_job,
+)
 from tests.support.group_harness import ThreadGroup, group_config
 
 
@@ -93,7 +101,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     class Second(EchoRouter):
         async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
             with pytest.raises(ConfigError, match="another run is at work in this folder"):
-                Output.open(tmp_path, JOB, resume=True)
+                Output(tmp_path, JOB, resume=True)
             return await super().answer(rows)
 
     run_job(tmp_path, texts(3), Second())
@@ -139,11 +147,14 @@ def group() -> Iterator[ThreadGroup]:
 
 
 def answer(
-    scorer: ReportingScorer, tokenizer: Tokenizer, rows: list[RowRequest], **fields: Any
+    scorer: ReportingScorer,
+    tokenizer: Tokenizer,
+    rows: list[RowRequest],
+    max_context_tokens: int = 2048,
+    **fields: Any,
 ) -> list[RowOutcome]:
-    bulk = BulkTask(**{"task": TASK, **fields})
-
-    return asyncio.run(RowClassifier(scorer, tokenizer, bulk).answer(rows))
+    job = bulk_job(Path("out"), **{"labels": LABELS, "template": TASK.template, **fields})
+    return asyncio.run(RowClassifier(scorer, tokenizer, job, max_context_tokens).answer(rows))
 
 
 @pytest.mark.parametrize("task", [TASK, SEVERAL_TOKENS], ids=["one token", "several tokens"])
@@ -155,7 +166,8 @@ async def test_answers_equal_classify_endpoint(
     clients = rank_clients({worker.name: worker.client_address}, group.token)
     placer = LeastWorkPlacer(clients, RoutingConfig())
     async with started(placer) as backend:
-        answers = await RowClassifier(backend, tokenizer, BulkTask(task=task)).answer(ROWS)
+        job = bulk_job(Path("out"), labels=task.labels, template=task.template)
+        answers = await RowClassifier(backend, tokenizer, job, 2048).answer(ROWS)
         for row, got in zip(ROWS, answers, strict=True):
             one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
             alone = await classify_row(backend, one, tokenize_row(tokenizer, one, row.text))
@@ -165,9 +177,8 @@ async def test_answers_equal_classify_endpoint(
 
 
 def test_unanswerable_row_is_rejected_alone(tokenizer: Tokenizer) -> None:
-    task = ClassifyTask(labels=LABELS, max_context_tokens=20)
     rows = [RowRequest("", "short"), RowRequest("", "long " * 30), RowRequest("", "short too")]
-    first, second, third = answer(ReportingScorer(), tokenizer, rows, task=task)
+    first, second, third = answer(ReportingScorer(), tokenizer, rows, 20, template=DEFAULT_TEMPLATE)
     assert isinstance(first, RowAnswer)
     assert isinstance(third, RowAnswer)
     assert isinstance(second, RowRejection)

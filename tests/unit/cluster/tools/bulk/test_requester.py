@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.tools.bulk.driver import DriverSettings
 from cluster.tools.bulk.job import BulkJob, add_options, parse_job
 from cluster.tools.bulk.records import GeneratedRow, InputRow, RowAnswer, RowOutcome, RowRequest
 from cluster.tools.bulk.requester import RequestTask, RowRequester
 from contracts.errors import ConfigError, NotReadyError
 from tests.support.api_harness import Api, serve_api
-from tests.support.bulk_support import TASK
+from tests.support.bulk_support import bulk_job
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import CHATML, write_byte_level
 
@@ -121,9 +120,9 @@ def test_lines_name_what_was_answered() -> None:
     tokens = {"finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2}
     for is_json, shown in ((False, {"text": "[1]"}), (True, {"json": [1]})):
         task = RequestTask(kind="generate", is_json=is_json)
-        line = DriverSettings(task=TASK, requests=task).line(row, answer)
+        line = bulk_job(Path("out"), requests=task).line(row, answer)
         assert json.loads(msgspec.json.encode(line)) == {"id": "a", **shown, **tokens}
-    scored = DriverSettings(task=TASK, requests=RequestTask(kind="score"))
+    scored = bulk_job(Path("out"), requests=RequestTask(kind="score"))
     assert scored.line(row, RowAnswer([0.5], 3, 0)) == {
         "id": "a",
         "scores": [0.5],
