@@ -42,7 +42,7 @@ from models.decoder.batch import SequenceSlice
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertStore, ResidentStore
 from planner.routing.open_requests import flops_work
-from planner.routing.saturation import calibrated_threshold
+from planner.routing.saturation import SaturationConfig, threshold
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16
@@ -160,7 +160,8 @@ class Bench:
             max_tokens=reference,
             context_tokens=self.options.row_tokens,
         )
-        return calibrated_threshold(calibration, self.work, margin_fraction=0.0)
+        config = SaturationConfig(fallback_prompts=(), margin_fraction=0.0)
+        return threshold(config, self.work, calibration)
 
     def turn(self, name: str, rows: list[list[int]], passes: int) -> Turn:
         """The first pass finds what was copied while the other variant ran; it does not count."""
