@@ -67,7 +67,7 @@ class CopyingStore:
         self._expected = 0  # position in the order to fetch next
         buffers = min(2, len(self._order))
         self._free = [_Lease(ExpertBuffer(layout)) for _ in range(buffers)]
-        self._lane, self._observe = device_lane(layout.device, monotonic_s), observe
+        self._lane, self._observe = device_lane(layout.device), observe
         self._queues = layout.device.type == "cuda"  # the host does not wait
         self._filled: dict[int, _Lease] = {}  # filled, or their copies are queued
         self._held: tuple[int, _Lease] | None = None  # what the last `fetch` returned

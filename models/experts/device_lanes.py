@@ -74,9 +74,9 @@ class DeviceLane(Protocol):
         """Wait for all copies, before memory is freed."""
 
 
-def device_lane(device: torch.device, clock: Clock = monotonic_s) -> CudaLane | InlineLane:
+def device_lane(device: torch.device) -> CudaLane | InlineLane:
     """Create the lane after the memory that it copies to."""
-    return CudaLane(device, clock) if device.type == "cuda" else InlineLane(clock)
+    return CudaLane(device) if device.type == "cuda" else InlineLane()
 
 
 def _copy_all(stored: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -84,9 +84,15 @@ def _copy_all(stored: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class _ReadyTensor(NamedTuple):
+class _Fetched(NamedTuple):
+    """event: None: the tensor is on the host."""
+
     tensor: Tensor
-    is_ready: bool = True
+    event: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.event is None or has_passed(self.event)
 
 
 class InlineLane:
@@ -94,8 +100,8 @@ class InlineLane:
 
     exposed_s = 0.0
 
-    def __init__(self, clock: Clock = monotonic_s) -> None:
-        self._clock, self._numbers = clock, itertools.count(1)
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self.copied_s, self.copies = 0.0, 0
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
@@ -104,9 +110,9 @@ class InlineLane:
     def run(
         self, copies: Callable[[], None], after: Mark | None, observe: Observe | None = None
     ) -> Mark:
-        start_s = self._clock()
+        start_s = monotonic_s()
         copies()
-        end_s = self._clock()
+        end_s = monotonic_s()
         self.copied_s += end_s - start_s
         self.copies += 1
         if observe is not None:
@@ -125,8 +131,8 @@ class InlineLane:
     def has_passed(self, mark: Mark) -> bool:
         return True
 
-    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _ReadyTensor:
-        return _ReadyTensor(tensor)
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _Fetched:
+        return _Fetched(tensor, None)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -146,15 +152,6 @@ class _Copies(NamedTuple):
     anchor: torch.cuda.Event
     anchor_s: float
     observe: Observe | None
-
-
-class _Fetched:
-    def __init__(self, tensor: Tensor, event: torch.cuda.Event) -> None:
-        self.tensor, self._event = tensor, event
-
-    @property
-    def is_ready(self) -> bool:
-        return has_passed(self._event)
 
 
 class CudaLane:

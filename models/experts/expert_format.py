@@ -33,8 +33,10 @@ Pieces = Callable[[int, int], Iterator[memoryview]]
 
 
 class ExpertSlots(Protocol):
-    """Memory for some experts of any layers."""
+    """Memory for `count` experts of any layers."""
 
+    @property
+    def count(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
 
@@ -45,28 +47,9 @@ class ExpertSlots(Protocol):
         """Return gate_up and down of the expert in a slot."""
 
 
-class SlotFormat(Protocol):
-    """Format of the experts in a cache."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    def slots(self, count: int) -> ExpertSlots: ...
-
-
-class ExpertFormat(SlotFormat, Protocol):
+class ComputeFormat:
     """sizes: bytes of one expert's tensors. name: identifies the format in file names."""
 
-    @property
-    def sizes(self) -> Sequence[int]: ...
-    @property
-    def name(self) -> str: ...
-
-    def pieces(self, checkpoint: Checkpoint) -> Pieces:
-        """Return a reader of the checkpoint's experts. Raises CheckpointError."""
-
-
-class ComputeFormat:
     def __init__(self, layout: ExpertLayout) -> None:
         self.spec, self._layout = layout.spec, layout
         self.sizes = [len(piece) for piece in self.slots(1).memory(0)]
@@ -76,6 +59,7 @@ class ComputeFormat:
         return ComputeSlots(self._layout, count)
 
     def pieces(self, checkpoint: Checkpoint) -> Pieces:
+        """Return a reader of the checkpoint's experts. Raises CheckpointError."""
         parts, one = CheckpointParts(checkpoint, self._layout), self.slots(1)
 
         def read_expert(layer: int, expert: int) -> Iterator[memoryview]:
@@ -87,7 +71,7 @@ class ComputeFormat:
 
 class ComputeSlots:
     def __init__(self, layout: ExpertLayout, count: int) -> None:
-        self.buffer = ExpertBuffer(layout, count)
+        self.count, self.buffer = count, ExpertBuffer(layout, count)
         self.num_bytes = self.buffer.num_bytes
 
     def memory(self, slot: int) -> SlotMemory:
@@ -155,7 +139,7 @@ class PackedExpert(NamedTuple):
 class CheckpointSlots:
     def __init__(self, like: PackedExpert, dtype: torch.dtype, count: int) -> None:
         """like: any expert."""
-        self._weights, self._dtype = like.weights, dtype
+        self.count, self._weights, self._dtype = count, like.weights, dtype
         self._tensors = [
             torch.empty((count, *tensor.shape), dtype=tensor.dtype) for tensor in like.tensors
         ]
@@ -172,6 +156,9 @@ class CheckpointSlots:
             for weight, panels, bias_N in zip(self._weights, held, biases, strict=False)
         )
         return gate_up, down
+
+
+ExpertFormat = ComputeFormat | CheckpointFormat
 
 
 def slot_format(checkpoint: Checkpoint, layout: ExpertLayout, stored: bool | None) -> ExpertFormat:
