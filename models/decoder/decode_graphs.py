@@ -160,7 +160,8 @@ class _StaticTensors:
     """
 
     def __init__(self, half: AttentionHalf, size: _Size, block_tokens: int) -> None:
-        self._half, self._size, self._owner = half, size, None
+        self._half, self._size = half, size
+        self._owner: AttentionBatch | None = None
         (T, W), device, windows = size, half.device, half.seen_keys
         parts = [T, T, T, T * W // 2] + [-(-T * TILE_COLUMNS // 2)] * len(windows)
         self._numbers = torch.zeros(sum(parts), dtype=torch.int64, device=device)
@@ -175,8 +176,6 @@ class _StaticTensors:
         self.captured: dict[int, _Captured] = {}
         self.routed: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: tuple[Tensor, ...] = ()
-
-    _owner: AttentionBatch | None
 
     def fill(self, batch: AttentionBatch, metadata: AttentionMetadata) -> None:
         """Copy a batch's numbers, unless they are still here."""
