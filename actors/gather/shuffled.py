@@ -39,7 +39,7 @@ from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ExpertStore
+from models.experts.copying_store import ExpertStore
 from planner.arrays import Floats
 from planner.costs.exchange_volume import ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order

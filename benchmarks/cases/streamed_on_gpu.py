@@ -39,8 +39,8 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
-from models.experts.copying_store import CopyingStore
-from models.experts.expert_store import ExpertStore, ResidentStore
+from models.experts.copying_store import CopyingStore, ExpertStore
+from models.experts.expert_store import ResidentStore
 from planner.routing.open_requests import flops_work
 from planner.routing.saturation import SaturationConfig, threshold
 

@@ -43,38 +43,7 @@ class Arrival(Protocol):
     def tensor(self) -> Tensor: ...
 
 
-class DeviceLane(Protocol):
-    """Totals of copies: copied_s, copies. exposed_s: time that compute waited for copies."""
-
-    @property
-    def copied_s(self) -> float: ...
-    @property
-    def copies(self) -> int: ...
-    @property
-    def exposed_s(self) -> float: ...
-
-    def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
-        """Queue a copy from host memory that starts after the mark `after` of the compute."""
-
-    def mark(self) -> Mark:
-        """Return a mark after all queued compute."""
-
-    def wait(self, copied: Mark) -> None:
-        """Order following compute after that copy and all earlier ones."""
-
-    def has_passed(self, mark: Mark) -> bool: ...
-
-    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> Arrival:
-        """Queue a copy to the host, after the queued compute unless the tensor is complete."""
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, for following compute."""
-
-    def drain(self) -> None:
-        """Wait for all copies, before memory is freed."""
-
-
-def device_lane(device: torch.device) -> CudaLane | InlineLane:
+def device_lane(device: torch.device) -> DeviceLane:
     """Create the lane after the memory that it copies to."""
     return CudaLane(device) if device.type == "cuda" else InlineLane()
 
@@ -96,7 +65,10 @@ class _Fetched(NamedTuple):
 
 
 class InlineLane:
-    """Synchronous lane of a CPU."""
+    """Synchronous lane of a CPU: what a method queues has happened when it returns.
+
+    Totals of copies: copied_s, copies. exposed_s: time that compute waited for copies.
+    """
 
     exposed_s = 0.0
 
@@ -105,6 +77,7 @@ class InlineLane:
         self.copied_s, self.copies = 0.0, 0
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        """Queue a copy from host memory that starts after the mark `after` of the compute."""
         return self.run(partial(_copy_all, stored, into), after)
 
     def run(
@@ -120,10 +93,11 @@ class InlineLane:
         return self.mark()
 
     def mark(self) -> Mark:
+        """Return a mark after all queued compute."""
         return Mark(next(self._numbers))
 
     def wait(self, copied: Mark) -> None:
-        pass
+        """Order following compute after that copy and all earlier ones."""
 
     def host_wait(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -131,14 +105,16 @@ class InlineLane:
     def has_passed(self, mark: Mark) -> bool:
         return True
 
-    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _Fetched:
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> Arrival:
+        """Queue a copy to the host, after the queued compute unless the tensor is complete."""
         return _Fetched(tensor, None)
 
     def upload(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device, for following compute."""
         return tensor
 
     def drain(self) -> None:
-        pass
+        """Wait for all copies, before memory is freed."""
 
 
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -266,6 +242,9 @@ class CudaLane:
             while self._waits and has_passed(self._waits[0][1]):
                 requested, started = self._waits.popleft()
                 self._exposed_s += 1e-3 * requested.elapsed_time(started)
+
+
+DeviceLane = CudaLane | InlineLane
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -32,21 +32,6 @@ Pieces = Callable[[int, int], Iterator[memoryview]]
 """(layer, expert) -> the contents of its slot in order, valid until the next call."""
 
 
-class ExpertSlots(Protocol):
-    """Memory for `count` experts of any layers."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-    def memory(self, slot: int) -> SlotMemory:
-        """Return views of a slot's tensors."""
-
-    def products(self, slot: int) -> tuple[Product, Product]:
-        """Return gate_up and down of the expert in a slot."""
-
-
 class ComputeFormat:
     """sizes: bytes of one expert's tensors. name: identifies the format in file names."""
 
@@ -70,14 +55,18 @@ class ComputeFormat:
 
 
 class ComputeSlots:
+    """Memory for `count` experts of any layers."""
+
     def __init__(self, layout: ExpertLayout, count: int) -> None:
         self.count, self.buffer = count, ExpertBuffer(layout, count)
         self.num_bytes = self.buffer.num_bytes
 
     def memory(self, slot: int) -> SlotMemory:
+        """Return views of a slot's tensors."""
         return list(map(_bytes_of, self.buffer.part(slot, slot + 1)))
 
     def products(self, slot: int) -> tuple[Product, Product]:
+        """Return gate_up and down of the expert in a slot."""
         layer = self.buffer.layer
         return layer.gate_up[slot], layer.down[slot]
 
@@ -159,6 +148,7 @@ class CheckpointSlots:
 
 
 ExpertFormat = ComputeFormat | CheckpointFormat
+ExpertSlots = ComputeSlots | CheckpointSlots
 
 
 def slot_format(checkpoint: Checkpoint, layout: ExpertLayout, stored: bool | None) -> ExpertFormat:

@@ -61,46 +61,8 @@ class ExpertBuffer:
         return self._layout.pieces(self._tensors, first, last)
 
 
-class ExpertStore(Protocol):
-    """Experts of a layer, for one thread. All stores give equal weights, and so equal bits."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """True if layers are copied in and out; False: all are resident."""
-
-    @property
-    def copy_s(self) -> float:
-        """Mean time to copy a layer; 0: no copies."""
-
-    @property
-    def waited_s(self) -> float:
-        """Total time without compute because a layer was missing."""
-
-    def is_ready(self, layer: int) -> bool:
-        """Return whether `fetch` would return at once."""
-
-    def wait_ready(self, layer: int, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; True: `fetch` would return at once. Raises as `fetch`."""
-
-    def wake(self) -> None:
-        """End a `wait_ready`. Thread-safe."""
-
-    def fetch(self, layer: int) -> ExpertLayer:
-        """Return all experts of `layer`, and start to copy the next layers.
-
-        The result of an earlier `fetch` of another layer is invalid afterwards. Waits up to the
-        channel's deadline; raises PeerError or ChannelError that names the failed peer.
-        """
-
-    def release(self) -> None:
-        """Release the fetched layer (on a GPU: once all uses are queued) for the next copy."""
-
-    def close(self) -> None:
-        """Stop threads and connections."""
-
-
 class ResidentStore:
-    """All experts of all layers in the processor's own layout."""
+    """All experts of all layers in the processor's own layout; methods as of a CopyingStore."""
 
     is_streamed = False
     copy_s = waited_s = 0.0

@@ -21,7 +21,7 @@ from kernels.routing import group_by_expert, local_index
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ExpertStore
+from models.experts.copying_store import ExpertStore
 from models.experts.router import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
