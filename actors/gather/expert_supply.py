@@ -25,10 +25,10 @@ from contracts.ranks import Group, RankSpec, rank_name
 from contracts.traces import Stage, TaskSpan
 from models.decoder.decoder import AttentionHalf
 from models.decoder.divided_heads import check_divisible, divided_half, head_share
-from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.copying_store import CopyingStore, ExpertStore, split_layers
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
+from models.experts.expert_store import ExpertSource, ResidentStore
 from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint

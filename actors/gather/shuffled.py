@@ -39,12 +39,12 @@ from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ExpertStore
+from models.experts.copying_store import ExpertStore
 from planner.arrays import Floats
-from planner.costs.exchange_volume import BatchWork, ExchangeScheme, served_scheme
+from planner.costs.exchange_volume import ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.schedule.batch_choice import BatchChoice, BusyWorkers, finishes_layer
+from planner.schedule.batch_choice import BatchChoice, BatchWork, BusyWorkers, finishes_layer
 
 log = logging.getLogger(f"tandem.{__name__}")
 

@@ -21,8 +21,8 @@ from kernels.steps import Steps, add_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import LayerDecoder, ResidentLayerDecoder
+from models.experts.copying_store import ExpertStore
 from models.experts.expert_half import add_expert_sums
-from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
 
 _LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken

@@ -16,7 +16,7 @@ from contracts.logs import event
 from contracts.ranks import RankSpec
 from models.decoder.decoder import AttentionHalf
 from models.experts.device_lanes import device_lane
-from models.experts.device_tier import DeviceCache, DeviceFormat, DeviceSlots, DeviceTier
+from models.experts.device_tier import DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
@@ -85,18 +85,19 @@ def expert_cache(
     )
     order = eviction(config.experts.eviction_policy)
     deadline_s = config.channel.connect_timeout_s
-    cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=deadline_s)
-    show(cache, spec.name, telemetry)
+    cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=deadline_s)
+    show(cache, model.moe_layers, spec.name, telemetry)
     return cache
 
 
-def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
+def show(cache: ExpertCache, layers: Sequence[int], name: str, telemetry: Telemetry) -> None:
+    """Register the metrics of the cache."""
     traffic = cache.traffic
     telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
     for cause in traffic.read_bytes:
         of = partial(traffic.read_bytes.__getitem__, cause)
         telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
-    for layer in cache.layers:
+    for layer in layers:
         of_layer = partial(traffic.hit_fraction, layer)
         telemetry.read(metrics.PREFETCH_HIT, str(layer), name, of=of_layer)
 
@@ -168,29 +169,17 @@ def device_cache(
         store=None if where is None else Path(where),
         deadline_s=config.groups.ready_timeout_s,
     )
-    slot_format = _RecordingSlots(layout)
-    lane = device_lane(layout.device)
-    tier = DeviceTier(host, layout, lane)
-    order = eviction(config.experts.eviction_policy)
     try:
-        cache = ExpertCache(
-            tier, slot_format, slots, order, pays, deadline_s=config.channel.connect_timeout_s
-        )
+        memory = DeviceSlots(layout, slots)
     except (ResourceError, torch.OutOfMemoryError):
         host.close()
         raise
-    show(cache, spec.name, telemetry)
-    return DeviceCache(cache, slot_format.made, tier, lane, host.close)
-
-
-class _RecordingSlots(DeviceFormat):
-    """Records the slots that it makes."""
-
-    made: DeviceSlots
-
-    def slots(self, count: int) -> DeviceSlots:
-        self.made = super().slots(count)
-        return self.made
+    lane = device_lane(layout.device)
+    tier = DeviceTier(host, layout, lane)
+    order, deadline_s = eviction(config.experts.eviction_policy), config.channel.connect_timeout_s
+    cache = ExpertCache(tier, memory, order, pays, deadline_s=deadline_s)
+    show(cache, layout.spec.moe_layers, spec.name, telemetry)
+    return DeviceCache(cache, memory, tier, lane, host.close)
 
 
 def check_memory(

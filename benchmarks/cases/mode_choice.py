@@ -24,9 +24,8 @@ from benchmarks.harness import Measured, Table, documented_case, table_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from cluster.tools.bench.workload import mean
 from models.spec.model import read_spec
-from planner.costs.exchange_volume import BatchWork
 from planner.routing.open_requests import RequestWork, work_of
-from planner.schedule.batch_choice import BatchChoice
+from planner.schedule.batch_choice import BatchChoice, BatchWork
 from planner.scheduling.measured_rates import TaskTimes
 
 ALWAYS = """import sys

@@ -44,7 +44,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
-from models.experts.expert_half import ExpertHalf, expert_sums
+from models.experts.expert_half import ExpertHalf, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor, Ids, Precision, PredictedRouting
@@ -147,7 +147,9 @@ class Model:
         return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
 
     def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
-        hidden_TD.add_(expert_sums(routed, self.experts.layer_experts(layer), self.identity_E))
+        hidden_TD.add_(
+            run_to_end(expert_sum_steps(routed, self.experts.layer_experts(layer), self.identity_E))
+        )
 
 
 class Offloaded:
@@ -160,7 +162,7 @@ class Offloaded:
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
         evict = eviction(cast("Kind", order))
         self.tier = tier
-        self.cache = ExpertCache(tier, slot_format, slots, evict, pays, deadline_s=30.0)
+        self.cache = ExpertCache(tier, slot_format.slots(slots), evict, pays, deadline_s=30.0)
         self.predictor: ExpertPredictor | None = None
         if hints in (ORACLE, "wrong"):
             self.predictor = Oracle(model.half, {}, wrong=hints == "wrong")

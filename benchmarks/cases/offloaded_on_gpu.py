@@ -54,7 +54,6 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import (
     DeviceCache,
-    DeviceFormat,
     DeviceSlots,
     DeviceTier,
 )
@@ -80,14 +79,6 @@ class Turn(NamedTuple):
     copied_s: float
     exposed_s: float
     peak_bytes: int
-
-
-class Kept(DeviceFormat):
-    made: DeviceSlots
-
-    def slots(self, count: int) -> DeviceSlots:
-        self.made = super().slots(count)
-        return self.made
 
 
 class Variant:
@@ -177,9 +168,9 @@ class Bench:
     def cache(self, kept: float) -> DeviceCache:
         spec, layout = self.spec, self.model.layout
         slots = max(spec.top_k, round(kept * len(spec.moe_layers) * spec.num_experts))
-        slot_format, tier = Kept(layout), DeviceTier(self.model.memory, layout, self.lane)
-        cache = ExpertCache(tier, slot_format, slots, eviction("walk"), pays, deadline_s=DEADLINE_S)
-        return DeviceCache(cache, slot_format.made, tier, self.lane)
+        memory, tier = DeviceSlots(layout, slots), DeviceTier(self.model.memory, layout, self.lane)
+        cache = ExpertCache(tier, memory, eviction("walk"), pays, deadline_s=DEADLINE_S)
+        return DeviceCache(cache, memory, tier, self.lane)
 
     def turn(self, variant: Variant, context: int, routing: ImposedRouting) -> tuple[Turn, Tensor]:
         """With the logits of the last token."""

@@ -27,8 +27,9 @@ from benchmarks.placement.traces import BUNDLED, rows_of
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedWorkers
 from contracts.placement import Placement
+from kernels.steps import run_to_end
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from models.experts.expert_half import expert_sums
+from models.experts.expert_half import expert_sum_steps
 from models.experts.router import RoutedTokens
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
@@ -157,7 +158,9 @@ def predictions(model: LocalModel, routing: Sequence[LayerRouting], texts: Texts
             routed = half.attend(layer, hidden_TD, batch, kv).routed
             assert routed is not None
             local = model._local_of_E[0][layer]
-            hidden_TD += expert_sums(routed, model.experts[0].layer_experts(layer), local)
+            hidden_TD += run_to_end(
+                expert_sum_steps(routed, model.experts[0].layer_experts(layer), local)
+            )
             actual_TK = routed.topk_ids_TK.numpy()
             table = share_tables(each.counts, known[max(0, layer - 2) : layer + 1])
             guesses = {

@@ -44,10 +44,10 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
-from models.experts.copying_store import CopyingStore
-from models.experts.expert_store import ExpertStore, ResidentStore
+from models.experts.copying_store import CopyingStore, ExpertStore
+from models.experts.expert_store import ResidentStore
 from planner.routing.open_requests import flops_work
-from planner.routing.saturation import calibrated_threshold
+from planner.routing.saturation import SaturationConfig, threshold
 
 BLOCK_TOKENS = 16
 REFERENCE_TOKENS = 65_536  # of the calibration
@@ -165,7 +165,8 @@ class Bench:
             max_tokens=reference,
             context_tokens=self.options.row_tokens,
         )
-        return calibrated_threshold(calibration, self.work, margin_fraction=0.0)
+        config = SaturationConfig(fallback_prompts=(), margin_fraction=0.0)
+        return threshold(config, self.work, calibration)
 
     def turn(self, name: str, rows: list[list[int]], passes: int) -> Turn:
         """The first pass finds what was copied while the other variant ran; it does not count."""

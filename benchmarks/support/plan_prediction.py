@@ -22,20 +22,19 @@ from contracts.traces import Stage, length, union
 from planner.costs.cost_model import (
     PAIR_BYTES,
     Deployment,
-    batch_attention_ms,
+    attention_ms,
     chunk_costs,
     expert_model,
     shared_model,
     stage_models,
     tokens_per_expert,
 )
-from planner.costs.model_shape import ModelShape
+from planner.costs.model_shape import ModelShape, layer_mean_batch
 from planner.costs.routing_shape import uniform_spread
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
-    LinkSample,
-    SharedSample,
+    SizedSample,
     fit_attention,
     fit_expert,
     fit_link,
@@ -105,7 +104,7 @@ def _fit_alone(
     shared = None
     if times[Stage.SHARED]:
         shared, _ = fit_shared(
-            shape, [SharedSample(_label(c), tokens, ms) for c, tokens, ms in times[Stage.SHARED]]
+            shape, [SizedSample(_label(c), tokens, ms) for c, tokens, ms in times[Stage.SHARED]]
         )
     links = [_fit_link(shape, stage, times[stage]) for stage in SENT]
     return Hardware(
@@ -141,7 +140,7 @@ def _fit_link(
     shape: ModelShape, stage: Stage, times: Sequence[tuple[Chunks, int, float]]
 ) -> tuple[LinkCost, Fit]:
     samples = [
-        LinkSample(f"{tokens} tokens", packet_bytes(shape, stage, tokens), ms)
+        SizedSample(f"{tokens} tokens", packet_bytes(shape, stage, tokens), ms)
         for _, tokens, ms in times
     ]
     return fit_link("tcp", "a2e" if stage is Stage.A2E else "e2a", samples)
@@ -196,7 +195,8 @@ class Predictor:
 
     def _task_ms(self, stage: Stage, chunks: Chunks, tokens: int) -> float:
         if stage is Stage.ATTENTION:
-            return batch_attention_ms(self.costs.hardware.attention, self.shape, list(chunks))
+            work = layer_mean_batch(self.shape, list(chunks))
+            return attention_ms(self.costs.hardware.attention, self.shape, work)
         if stage is Stage.SHARED:
             return 0.0 if self._shared is None else self._shared.at(tokens)
         if stage is Stage.EXPERT:
@@ -221,8 +221,7 @@ class Predictor:
             shared_ms = expected_ms(Stage.SHARED, chunks, tokens) if self._shared else 0.0
             attention_ms = expected_ms(Stage.ATTENTION, chunks, tokens)
             times.append(MicroBatchTimes(attention_ms, shared_ms, groups))
-        layers = self.shape.moe_layers
-        return Schedule(tuple(times), layers, plan.order, plan.shared_lag, samples.sequences)
+        return Schedule(tuple(times), self.shape.moe_layers, plan.order, plan.shared_lag)
 
 
 def _beside_fractions(timeline: Replay) -> dict[Stage, float]:

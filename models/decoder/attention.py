@@ -28,7 +28,7 @@ from kernels.layer_ops import LATENT_EPS, PROJECTION_NORM, TURNED_NORM, attend_l
 from kernels.linear import PackedLinear
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.experts.router import RoutedTokens
 from models.spec.layer_spec import LatentSpec, RopeSpec
 from models.spec.model import ModelSpec, kv_elements, kv_entry_shapes
@@ -305,7 +305,7 @@ class GroupedQueryAttention(CompiledDecode):
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastRowsMetadata | None = None,
+        last: LastRows | None = None,
     ) -> Steps[None]:
         """Add attention to hidden_TD in place, and write K and V. last: only for those rows."""
         if last is None:
@@ -383,7 +383,7 @@ class GroupedQueryAttention(CompiledDecode):
         return qk.view(T, -1, self._d), values.view(T, -1, self._v)
 
     def _project_last(
-        self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRowsMetadata
+        self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRows
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """Return the same with queries of the last rows only."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
@@ -502,7 +502,7 @@ class LatentAttention(CompiledDecode):
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastRowsMetadata | None = None,
+        last: LastRows | None = None,
     ) -> Steps[None]:
         """Add attention to hidden_TD in place, and write latents. last: only for those rows."""
         latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
@@ -545,7 +545,7 @@ class LatentAttention(CompiledDecode):
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastRowsMetadata | None,
+        last: LastRows | None,
     ) -> Steps[AttentionPlan]:
         """Return the plan of rows of x."""
         return metadata.plans[self._window]

@@ -166,13 +166,6 @@ class AttentionBatch:
         )
 
 
-class LastRowsMetadata(NamedTuple):
-    """Rows rows_R of a batch, and their prepared metadata."""
-
-    rows_R: Tensor
-    metadata: AttentionMetadata
-
-
 class LastRows(NamedTuple):
     """Rows rows_R of a batch whose hidden states are needed after the last layer.
 
@@ -182,6 +175,11 @@ class LastRows(NamedTuple):
 
     rows_R: Tensor
     batch: AttentionBatch
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        assert self.batch.metadata is not None
+        return self.batch.metadata
 
 
 def _slots(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,11 +40,7 @@ _MOST_ROWS = 256
 _LEAST_BLOCKS = 32
 
 
-class Recorder(Protocol):
-    """Captures calls."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run once, then capture; return a function that replays it on the same tensors."""
+Run = Callable[[], None]
 
 
 class CudaRecorder:
@@ -55,7 +51,8 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Run) -> Run:
+        """Run once, then capture; return a function that replays it on the same tensors."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -73,7 +70,7 @@ class _Captured(NamedTuple):
     """pool: addresses of the layer's entries."""
 
     pool: tuple[int, ...]
-    replay: Callable[[], None]
+    replay: Run
 
 
 class _Size(NamedTuple):
@@ -82,10 +79,10 @@ class _Size(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs for one half and one pool."""
+    """Graphs for one half and one pool. record: as of `CudaRecorder`."""
 
-    def __init__(self, half: AttentionHalf, kv: KvPool, recorder: Recorder) -> None:
-        self._half, self._kv, self._recorder = half, kv, recorder
+    def __init__(self, half: AttentionHalf, kv: KvPool, record: Callable[[Run], Run]) -> None:
+        self._half, self._kv, self._record = half, kv, record
         self._tensors: dict[_Size, _StaticTensors] = {}
 
     @staticmethod
@@ -95,7 +92,7 @@ class DecodeGraphs:
             return None
         reason = _refusal(half)
         if not reason:
-            return DecodeGraphs(half, kv, CudaRecorder(half.device))
+            return DecodeGraphs(half, kv, CudaRecorder(half.device).record)
         if setting:
             raise ConfigError(f"schedule.cuda_graphs=true: {reason}: leave it out")
         if half.device.type == "cuda":
@@ -116,7 +113,7 @@ class DecodeGraphs:
         if captured is None or captured.pool != addresses:
             tensors.take(hidden_TD)
             run = functools.partial(self._run, layer, tensors)
-            captured = _Captured(addresses, self._recorder.record(run))
+            captured = _Captured(addresses, self._record(run))
             tensors.captured[layer] = captured
         tensors.take(hidden_TD)
         captured.replay()
@@ -160,7 +157,8 @@ class _StaticTensors:
     """
 
     def __init__(self, half: AttentionHalf, size: _Size, block_tokens: int) -> None:
-        self._half, self._size, self._owner = half, size, None
+        self._half, self._size = half, size
+        self._owner: AttentionBatch | None = None
         (T, W), device, windows = size, half.device, half.seen_keys
         parts = [T, T, T, T * W // 2] + [-(-T * TILE_COLUMNS // 2)] * len(windows)
         self._numbers = torch.zeros(sum(parts), dtype=torch.int64, device=device)
@@ -175,8 +173,6 @@ class _StaticTensors:
         self.captured: dict[int, _Captured] = {}
         self.routed: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: tuple[Tensor, ...] = ()
-
-    _owner: AttentionBatch | None
 
     def fill(self, batch: AttentionBatch, metadata: AttentionMetadata) -> None:
         """Copy a batch's numbers, unless they are still here."""

@@ -39,7 +39,7 @@ from models.decoder.attention import (
     SharedNorm,
     decodes_at_once,
 )
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
 from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
@@ -134,7 +134,6 @@ def _mixer(
 
 
 def _norm_kind(spec: ModelSpec) -> int:
-    """Return the kind of `norm_rows`."""
     return LAYER_NORM if spec.family.layer_norm else int(spec.family.norm_rounds_once)
 
 
@@ -337,12 +336,11 @@ class AttentionHalf:
                 return AttentionOutput(hidden_TD, routed)
             return (yield from self._feed_forward(weights, hidden_TD, x_TD))
         x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
-        last_metadata = None
         if last is not None:
-            last_metadata = LastRowsMetadata(last.rows_R, self.prepare(last.batch))
+            self.prepare(last.batch)
             hidden_TD = hidden_TD.index_select(0, last.rows_R)
         yield
-        yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
+        yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last)
         yield
         return (yield from self.mlp_steps(layer, hidden_TD, batch if last is None else last.batch))
 
@@ -355,14 +353,14 @@ class AttentionHalf:
         last: LastRows | None = None,
     ) -> Steps[Tensor]:
         """Return the output of this half's heads for all rows, or the last ones, a new tensor."""
-        weights, metadata, last_metadata = self._layers[layer], self.prepare(batch), None
+        weights, metadata = self._layers[layer], self.prepare(batch)
         x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
         rows = len(hidden_TD)
         if last is not None:
-            last_metadata = LastRowsMetadata(last.rows_R, self.prepare(last.batch))
+            self.prepare(last.batch)
             rows = len(last.rows_R)
         out_TD = hidden_TD.new_zeros((rows, hidden_TD.shape[1]))
-        yield from weights.attention.steps(out_TD, x_TD, batch, metadata, kv, last_metadata)
+        yield from weights.attention.steps(out_TD, x_TD, batch, metadata, kv, last)
         return out_TD
 
     def add_attention(self, layer: int, hidden_TD: Tensor, y_TD: Tensor) -> Tensor:

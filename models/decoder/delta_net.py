@@ -19,7 +19,7 @@ from kernels.linear import PackedLinear
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.decoder.recurrence import RecurrencePlan
 from models.spec.model import ModelSpec
 from models.spec.recurrent import RecurrentSpec
@@ -74,7 +74,7 @@ class GatedDeltaNet:
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastRowsMetadata | None = None,
+        last: LastRows | None = None,
     ) -> Steps[None]:
         """Add the layer to hidden_TD in place, and advance the states. last: only those rows."""
         inputs_TP = yield from map_tiles(self._project, x_TD)

@@ -79,7 +79,6 @@ class HeadShare(NamedTuple):
         return whole
 
     def recurrent_part(self, role: str, whole: Tensor, sizes: RecurrentSpec) -> Tensor:
-        """Return this worker's part of a recurrent layer's tensor."""
         heads, keys = sizes.key_heads, sizes.key_heads * sizes.key_dim
         if role == "norm":
             return whole

@@ -23,7 +23,7 @@ from kernels.steps import Steps, map_tiles
 from kernels.thread_pool import shared_pool
 from kernels.token_selection import select_tokens
 from models.decoder.attention import KvPool, LatentAttention, LowRankQueries, to_halves
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.spec.model import ModelSpec
 from models.weights.layout import indexer_tensors
 from models.weights.loading import Loader
@@ -73,7 +73,7 @@ class SparseLatentAttention(LatentAttention):
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastRowsMetadata | None,
+        last: LastRows | None,
     ) -> Steps[AttentionPlan]:
         plan, seen = metadata.plans[self._window], metadata.sparse
         assert seen is not None

@@ -26,7 +26,7 @@ from contracts.errors import ChannelError, TandemError
 from models.experts.device_lanes import Mark, device_lane
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_store import ExpertBuffer, ExpertSource
+from models.experts.expert_store import ExpertBuffer, ExpertSource, ResidentStore
 from models.spec.model import ModelSpec
 
 _CLOSE_S = 5.0
@@ -44,7 +44,11 @@ class _Lease:
 
 
 class CopyingStore:
-    """After an error, which `fetch` raises for that layer, the layer is tried again."""
+    """Experts of a layer, for one thread. Weights, and so bits, are those of a ResidentStore.
+
+    After an error, which `fetch` raises for that layer, the layer is tried again. is_streamed:
+    layers are copied in and out.
+    """
 
     is_streamed = True
 
@@ -62,12 +66,11 @@ class CopyingStore:
         self._source, self._resident = source, resident
         self._deadline_s = deadline_s
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
-        self._copied_layers = 0
         self._next = 0  # position in the order to copy next
         self._expected = 0  # position in the order to fetch next
         buffers = min(2, len(self._order))
         self._free = [_Lease(ExpertBuffer(layout)) for _ in range(buffers)]
-        self._lane, self._observe = device_lane(layout.device, monotonic_s), observe
+        self._lane, self._observe = device_lane(layout.device), observe
         self._queues = layout.device.type == "cuda"  # the host does not wait
         self._filled: dict[int, _Lease] = {}  # filled, or their copies are queued
         self._held: tuple[int, _Lease] | None = None  # what the last `fetch` returned
@@ -87,7 +90,8 @@ class CopyingStore:
 
     @property
     def copy_s(self) -> float:
-        return self._lane.copied_s / max(1, self._copied_layers)
+        """Mean time to copy a layer; 0: no copies."""
+        return self._lane.copied_s / max(1, self._lane.copies)
 
     @property
     def waited_s(self) -> float:
@@ -95,22 +99,30 @@ class CopyingStore:
         return self._lane.exposed_s if self._queues else self._host_waited_s
 
     def is_ready(self, layer: int) -> bool:
+        """Return whether `fetch` would return at once."""
         if layer in self._resident or layer in self._filled:
             return True
         return self._held is not None and self._held[0] == layer
 
     def wait_ready(self, layer: int, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; True: `fetch` would return at once. Raises as `fetch`."""
         with self._changed:
             return self.is_ready(layer) or self._wait_until_ready(
                 layer, timeout_s, lambda: self._woken
             )
 
     def wake(self) -> None:
+        """End a `wait_ready`. Thread-safe."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def fetch(self, layer: int) -> ExpertLayer:
+        """Return all experts of `layer`, and start to copy the next layers.
+
+        The result of an earlier `fetch` of another layer is invalid afterwards. Waits up to the
+        channel's deadline; raises PeerError or ChannelError that names the failed peer.
+        """
         with self._changed:
             if layer in self._resident:
                 self._release_held()
@@ -126,6 +138,7 @@ class CopyingStore:
             return lease.buffer.layer
 
     def release(self) -> None:
+        """Release the fetched layer (on a GPU: once all uses are queued) for the next copy."""
         with self._changed:
             self._release_held()
 
@@ -232,7 +245,6 @@ class CopyingStore:
                 with self._changed:
                     self._copying = None
                     if error is None:
-                        self._copied_layers += 1
                         self._filled[layer] = lease
                     else:
                         self._error = error
@@ -249,6 +261,9 @@ class CopyingStore:
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
         return None
+
+
+ExpertStore = CopyingStore | ResidentStore
 
 
 def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -43,40 +43,9 @@ class Arrival(Protocol):
     def tensor(self) -> Tensor: ...
 
 
-class DeviceLane(Protocol):
-    """Totals of copies: copied_s, copies. exposed_s: time that compute waited for copies."""
-
-    @property
-    def copied_s(self) -> float: ...
-    @property
-    def copies(self) -> int: ...
-    @property
-    def exposed_s(self) -> float: ...
-
-    def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
-        """Queue a copy from host memory that starts after the mark `after` of the compute."""
-
-    def mark(self) -> Mark:
-        """Return a mark after all queued compute."""
-
-    def wait(self, copied: Mark) -> None:
-        """Order following compute after that copy and all earlier ones."""
-
-    def has_passed(self, mark: Mark) -> bool: ...
-
-    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> Arrival:
-        """Queue a copy to the host, after the queued compute unless the tensor is complete."""
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, for following compute."""
-
-    def drain(self) -> None:
-        """Wait for all copies, before memory is freed."""
-
-
-def device_lane(device: torch.device, clock: Clock = monotonic_s) -> CudaLane | InlineLane:
+def device_lane(device: torch.device) -> DeviceLane:
     """Create the lane after the memory that it copies to."""
-    return CudaLane(device, clock) if device.type == "cuda" else InlineLane(clock)
+    return CudaLane(device) if device.type == "cuda" else InlineLane()
 
 
 def _copy_all(stored: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -84,29 +53,39 @@ def _copy_all(stored: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class _ReadyTensor(NamedTuple):
+class _Fetched(NamedTuple):
+    """event: None: the tensor is on the host."""
+
     tensor: Tensor
-    is_ready: bool = True
+    event: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.event is None or has_passed(self.event)
 
 
 class InlineLane:
-    """Synchronous lane of a CPU."""
+    """Synchronous lane of a CPU: what a method queues has happened when it returns.
+
+    Totals of copies: copied_s, copies. exposed_s: time that compute waited for copies.
+    """
 
     exposed_s = 0.0
 
-    def __init__(self, clock: Clock = monotonic_s) -> None:
-        self._clock, self._numbers = clock, itertools.count(1)
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self.copied_s, self.copies = 0.0, 0
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        """Queue a copy from host memory that starts after the mark `after` of the compute."""
         return self.run(partial(_copy_all, stored, into), after)
 
     def run(
         self, copies: Callable[[], None], after: Mark | None, observe: Observe | None = None
     ) -> Mark:
-        start_s = self._clock()
+        start_s = monotonic_s()
         copies()
-        end_s = self._clock()
+        end_s = monotonic_s()
         self.copied_s += end_s - start_s
         self.copies += 1
         if observe is not None:
@@ -114,10 +93,11 @@ class InlineLane:
         return self.mark()
 
     def mark(self) -> Mark:
+        """Return a mark after all queued compute."""
         return Mark(next(self._numbers))
 
     def wait(self, copied: Mark) -> None:
-        pass
+        """Order following compute after that copy and all earlier ones."""
 
     def host_wait(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -125,14 +105,16 @@ class InlineLane:
     def has_passed(self, mark: Mark) -> bool:
         return True
 
-    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> _ReadyTensor:
-        return _ReadyTensor(tensor)
+    def fetch(self, tensor: Tensor, *, is_complete: bool = False) -> Arrival:
+        """Queue a copy to the host, after the queued compute unless the tensor is complete."""
+        return _Fetched(tensor, None)
 
     def upload(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device, for following compute."""
         return tensor
 
     def drain(self) -> None:
-        pass
+        """Wait for all copies, before memory is freed."""
 
 
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -146,15 +128,6 @@ class _Copies(NamedTuple):
     anchor: torch.cuda.Event
     anchor_s: float
     observe: Observe | None
-
-
-class _Fetched:
-    def __init__(self, tensor: Tensor, event: torch.cuda.Event) -> None:
-        self.tensor, self._event = tensor, event
-
-    @property
-    def is_ready(self) -> bool:
-        return has_passed(self._event)
 
 
 class CudaLane:
@@ -269,6 +242,9 @@ class CudaLane:
             while self._waits and has_passed(self._waits[0][1]):
                 requested, started = self._waits.popleft()
                 self._exposed_s += 1e-3 * requested.elapsed_time(started)
+
+
+DeviceLane = CudaLane | InlineLane
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,22 +23,6 @@ from models.experts.cache_requests import AcquiredExpert, ExpertRequest
 from models.experts.device_tier import DeviceCache
 from models.experts.expert_cache import ExpertCache
 from models.experts.router import RoutedTokens
-
-
-class DeviceSum(Protocol):
-    """The sum of one layer and micro-batch."""
-
-    def start(self) -> Collection[int]:
-        """Queue the experts in slots, and return them: they need not be acquired."""
-
-    def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
-        """Return the layer's experts in ascending order. ids_TK: on the host."""
-
-    def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
-        """Queue the products of acquired experts."""
-
-    def result(self) -> Tensor:
-        """Return [T, D] float32, after all experts are queued."""
 
 
 def device_sum(routed: RoutedTokens, layer: int, held: DeviceCache) -> DeviceSum:
@@ -65,7 +48,7 @@ class PacketSum:
     ) -> None:
         """Sort the pairs. counts: the numbers in counts_e, pairs of each expert."""
         self._place_of = {expert: place for place, expert in enumerate(own)}
-        self._sum: _FewPairsSum | _ManyPairsSum
+        self._sum: DeviceSum
         if _has_few_pairs(routed, held):
             self._sum = _FewPairsSum(routed, 0, held, len(own))
         else:
@@ -111,6 +94,7 @@ class _FewPairsSum:
         self._y_ND = routed.x_TD.new_zeros(pairs, routed.x_TD.shape[1])
 
     def start(self) -> Collection[int]:
+        """Queue the experts in slots, and return them: they need not be acquired."""
         in_slots = self._tier.in_slots(self._layer)
         if in_slots.slots:
             self._multiply(in_slots.slots_E[self._routed.topk_ids_TK])
@@ -118,9 +102,11 @@ class _FewPairsSum:
         return in_slots.slots.keys()
 
     def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
+        """Return the layer's experts in ascending order. ids_TK: on the host."""
         return sorted(set(ids_TK.flatten().tolist()))
 
     def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
+        """Queue the products of acquired experts."""
         slots_E = torch.full((self._ids,), -1, dtype=torch.int32)
         for expert, slot in acquired:
             slots_E[expert] = slot
@@ -130,6 +116,7 @@ class _FewPairsSum:
         self._tier.mark_used(slots)
 
     def result(self) -> Tensor:
+        """Return [T, D] float32, after all experts are queued."""
         ids_TK = self._routed.topk_ids_TK
         places_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view(ids_TK.shape)
         return _weighted_sum(self._y_ND, places_TK, self._routed)
@@ -177,3 +164,7 @@ class _ManyPairsSum:
     def result(self) -> Tensor:
         assert self._pairs is not None
         return _weighted_sum(self._y_ND, self._pairs.places_TK, self._routed, self._count)
+
+
+DeviceSum = _FewPairsSum | _ManyPairsSum
+"""The sum of one layer and micro-batch."""

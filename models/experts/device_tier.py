@@ -259,6 +259,8 @@ class DeviceSlot(NamedTuple):
 
 
 class DeviceSlots(ComputeSlots):
+    """Slots of experts as computed, never packed."""
+
     @property
     def layer(self) -> ExpertLayer:
         """The contents of all slots, of any layers."""
@@ -266,17 +268,6 @@ class DeviceSlots(ComputeSlots):
 
     def memory(self, slot: int) -> DeviceSlot:
         return DeviceSlot(slot, self.buffer.part(slot, slot + 1))
-
-
-class DeviceFormat:
-    """A `SlotFormat` of experts as computed, never packed."""
-
-    def __init__(self, layout: ExpertLayout) -> None:
-        assert not layout.packed
-        self.spec, self._layout = layout.spec, layout
-
-    def slots(self, count: int) -> DeviceSlots:
-        return DeviceSlots(self._layout, count)
 
 
 class DeviceCache:

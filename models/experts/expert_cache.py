@@ -37,7 +37,7 @@ from models.experts.cache_requests import (
     PrefetchHints,
     running_mean,
 )
-from models.experts.expert_format import ExpertTier, SlotFormat
+from models.experts.expert_format import ExpertSlots, ExpertTier
 
 HINT_PARTS: Final = 8  # of one hint in flight
 HINT_URGENCY: Final = len(Priority)  # after all requests
@@ -64,8 +64,7 @@ class ExpertCache:
     def __init__(
         self,
         tier: ExpertTier,
-        slot_format: SlotFormat,
-        slots: int,
+        slots: ExpertSlots,
         eviction: EvictionPolicy,
         is_worth_reading: ShouldPrefetch,
         *,
@@ -73,12 +72,11 @@ class ExpertCache:
         clock: Clock = monotonic_s,
     ) -> None:
         """deadline_s: longest time without progress of the tier."""
-        self.slots, self.layers = slots, slot_format.spec.moe_layers
+        self.slots, self._held = slots.count, slots
         self._tier, self._eviction, self._is_worth_reading = tier, eviction, is_worth_reading
         self._deadline_s, self._clock = deadline_s, clock
-        self._held = slot_format.slots(slots)
-        self._memory = list(map(self._held.memory, range(slots)))
-        self._free = list(range(slots))
+        self._memory = list(map(slots.memory, range(slots.count)))
+        self._free = list(range(slots.count))
         self._slot_of: dict[ExpertKey, int] = {}
         self._pinned: set[ExpertKey] = set()
         self._unused_hints: set[ExpertKey] = set()  # in slots by hints, not used
@@ -110,7 +108,6 @@ class ExpertCache:
         return ExpertKey(layer, expert) in self._slot_of
 
     def products(self, slot: int) -> tuple[Product, Product]:
-        """Return gate_up and down of the expert in a slot."""
         return self._held.products(slot)
 
     def request(

@@ -32,41 +32,9 @@ Pieces = Callable[[int, int], Iterator[memoryview]]
 """(layer, expert) -> the contents of its slot in order, valid until the next call."""
 
 
-class ExpertSlots(Protocol):
-    """Memory for some experts of any layers."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def memory(self, slot: int) -> SlotMemory:
-        """Return views of a slot's tensors."""
-
-    def products(self, slot: int) -> tuple[Product, Product]:
-        """Return gate_up and down of the expert in a slot."""
-
-
-class SlotFormat(Protocol):
-    """Format of the experts in a cache."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    def slots(self, count: int) -> ExpertSlots: ...
-
-
-class ExpertFormat(SlotFormat, Protocol):
+class ComputeFormat:
     """sizes: bytes of one expert's tensors. name: identifies the format in file names."""
 
-    @property
-    def sizes(self) -> Sequence[int]: ...
-    @property
-    def name(self) -> str: ...
-
-    def pieces(self, checkpoint: Checkpoint) -> Pieces:
-        """Return a reader of the checkpoint's experts. Raises CheckpointError."""
-
-
-class ComputeFormat:
     def __init__(self, layout: ExpertLayout) -> None:
         self.spec, self._layout = layout.spec, layout
         self.sizes = [len(piece) for piece in self.slots(1).memory(0)]
@@ -76,6 +44,7 @@ class ComputeFormat:
         return ComputeSlots(self._layout, count)
 
     def pieces(self, checkpoint: Checkpoint) -> Pieces:
+        """Return a reader of the checkpoint's experts. Raises CheckpointError."""
         parts, one = CheckpointParts(checkpoint, self._layout), self.slots(1)
 
         def read_expert(layer: int, expert: int) -> Iterator[memoryview]:
@@ -86,14 +55,18 @@ class ComputeFormat:
 
 
 class ComputeSlots:
+    """Memory for `count` experts of any layers."""
+
     def __init__(self, layout: ExpertLayout, count: int) -> None:
-        self.buffer = ExpertBuffer(layout, count)
+        self.count, self.buffer = count, ExpertBuffer(layout, count)
         self.num_bytes = self.buffer.num_bytes
 
     def memory(self, slot: int) -> SlotMemory:
+        """Return views of a slot's tensors."""
         return list(map(_bytes_of, self.buffer.part(slot, slot + 1)))
 
     def products(self, slot: int) -> tuple[Product, Product]:
+        """Return gate_up and down of the expert in a slot."""
         layer = self.buffer.layer
         return layer.gate_up[slot], layer.down[slot]
 
@@ -155,7 +128,7 @@ class PackedExpert(NamedTuple):
 class CheckpointSlots:
     def __init__(self, like: PackedExpert, dtype: torch.dtype, count: int) -> None:
         """like: any expert."""
-        self._weights, self._dtype = like.weights, dtype
+        self.count, self._weights, self._dtype = count, like.weights, dtype
         self._tensors = [
             torch.empty((count, *tensor.shape), dtype=tensor.dtype) for tensor in like.tensors
         ]
@@ -172,6 +145,10 @@ class CheckpointSlots:
             for weight, panels, bias_N in zip(self._weights, held, biases, strict=False)
         )
         return gate_up, down
+
+
+ExpertFormat = ComputeFormat | CheckpointFormat
+ExpertSlots = ComputeSlots | CheckpointSlots
 
 
 def slot_format(checkpoint: Checkpoint, layout: ExpertLayout, stored: bool | None) -> ExpertFormat:

@@ -15,7 +15,7 @@ from kernels.experts import add_at_once, expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
-from kernels.steps import Steps, add_tiled, run_to_end
+from kernels.steps import Steps, add_tiled
 from models.experts.expert_loading import (
     ExpertLayer,
     join_layers,
@@ -57,11 +57,6 @@ def add_expert_sums(
     if not add_at_once(hidden_TD, routed.x_TD, ids_TK, weights_TK, local_of_E, *experts):
         sums_TD = yield from expert_sum_steps(routed, held, local_of_E)
         yield from add_tiled(hidden_TD, sums_TD)
-
-
-def expert_sums(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Tensor:
-    """Run `expert_sum_steps` to its end."""
-    return run_to_end(expert_sum_steps(routed, held, local_of_E))
 
 
 def _by_layer(
@@ -141,17 +136,6 @@ class ExpertHalf:
     def layer_experts(self, layer: int) -> ExpertLayer:
         return self._layers[layer]
 
-    def run(
-        self,
-        layer: int,
-        x_UD: Tensor,
-        rows_N: Tensor,
-        weights_N: Tensor,
-        counts_e: Sequence[int] | Tensor,
-    ) -> Tensor:
-        """Run `steps` to its end."""
-        return run_to_end(self.steps(layer, x_UD, rows_N, weights_N, counts_e))
-
     def steps(
         self,
         layer: int,
@@ -198,33 +182,21 @@ def assemble_half(
     half: ExpertHalf, ids_of: Mapping[int, Sequence[int]], loaded: Mapping[ExpertKey, ExpertLayer]
 ) -> ExpertHalf:
     """Build the half of `ids_of` from the experts of `half` and singly loaded ones."""
-    return ExpertHalf(
-        half.spec,
-        ids_of,
-        {layer: join_layers(_find_all(half, layer, ids, loaded)) for layer, ids in ids_of.items()},
-    )
+
+    def find(layer: int, expert: int) -> ExpertLayer:
+        return loaded.get(ExpertKey(layer, expert)) or _extract_expert(half, layer, expert)
+
+    layers = {
+        layer: join_layers([find(layer, expert) for expert in ids]) for layer, ids in ids_of.items()
+    }
+    return ExpertHalf(half.spec, ids_of, layers)
 
 
-def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | None:
-    """Return one expert of `half` by itself, or None."""
+def _extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer:
+    """Return one expert of `half` by itself. Raises KeyError."""
     ids = half.expert_ids.get(layer, ())
     if expert not in ids:
-        return None
+        raise KeyError(f"expert {expert} of layer {layer} is neither held nor loaded")
     local, held = ids.index(expert), half.layer_experts(layer)
-    return ExpertLayer(_single(held.gate_up, local), _single(held.down, local), held.clamped)
-
-
-def _find_all(
-    half: ExpertHalf, layer: int, ids: Sequence[int], loaded: Mapping[ExpertKey, ExpertLayer]
-) -> list[ExpertLayer]:
-    found = []
-    for expert in ids:
-        layer_expert = loaded.get(ExpertKey(layer, expert)) or extract_expert(half, layer, expert)
-        if layer_expert is None:
-            raise KeyError(f"expert {expert} of layer {layer} is neither held nor loaded")
-        found.append(layer_expert)
-    return found
-
-
-def _single(products: ExpertLinears, local: int) -> ExpertLinears:
-    return ExpertLinears([products[local]], None)
+    gate_up, down = (ExpertLinears([each[local]], None) for each in (held.gate_up, held.down))
+    return ExpertLayer(gate_up, down, held.clamped)

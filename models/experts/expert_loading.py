@@ -167,12 +167,17 @@ def copy_experts(
     stored_layer = StoredLayer(checkpoint, spec, layer)
     for local, expert in enumerate(expert_ids):
         stored = stored_layer.expert(expert)
-        lay_out_gate_up(stored, spec, copy, gate_up[local])
-        lay_out_down(stored, spec, copy, down[local])
+        if "gate" in stored:
+            for role, rows in zip(("gate", "up"), gate_up[local].chunk(2), strict=True):
+                copy(_matrix(stored, role, spec), rows)
+        elif spec.clamp is None:
+            copy(_matrix(stored, "gate_up", spec), gate_up[local])
+        else:
+            _deinterleave(_matrix(stored, "gate_up", spec), copy, gate_up[local])
+        copy(_matrix(stored, "down", spec), down[local])
         if biases:
-            gate_up_bias, down_bias = biases
-            lay_out_gate_up_bias(stored, spec, copy, gate_up_bias[local])
-            copy(stored["down_bias"], down_bias[local])
+            _deinterleave(stored["gate_up_bias"], copy, biases[0][local])
+            copy(stored["down_bias"], biases[1][local])
 
 
 class StoredLayer:
@@ -288,39 +293,14 @@ def stored_biases(
     if "down_bias" not in stored:
         return None, None
     gate_up = torch.empty(2 * spec.expert_ffn_size, dtype=dtype)
-    lay_out_gate_up_bias(stored, spec, lambda bias, into: into.copy_(bias), gate_up)
+    _deinterleave(stored["gate_up_bias"], lambda bias, into: into.copy_(bias), gate_up)
     return gate_up, stored["down_bias"].to(dtype, copy=True)
 
 
-def lay_out_gate_up(
-    stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
-) -> None:
-    """Lay out [2F, D], gate rows first, from one expert's stored tensors."""
-    F = spec.expert_ffn_size
-    if "gate" in stored:
-        copy(_matrix(stored, "gate", spec), into[:F])
-        copy(_matrix(stored, "up", spec), into[F:])
-        return
-    rows = _matrix(stored, "gate_up", spec)
-    if spec.clamp is None:
-        copy(rows, into)
-    else:
-        _deinterleave(rows, F, copy, into)
-
-
-def lay_out_gate_up_bias(
-    stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
-) -> None:
-    _deinterleave(stored["gate_up_bias"], spec.expert_ffn_size, copy, into)
-
-
-def lay_out_down(stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor) -> None:
-    copy(_matrix(stored, "down", spec), into)
-
-
-def _deinterleave(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
-    copy(rows[0::2], into[:F])
-    copy(rows[1::2], into[F:])
+def _deinterleave(rows: Tensor, copy: Copy, into: Tensor) -> None:
+    """Copy rows of gate and up in turn to gate rows, then up rows."""
+    for first, half in enumerate(into.chunk(2)):
+        copy(rows[first::2], half)
 
 
 def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:

@@ -24,42 +24,29 @@ from models.experts.expert_loading import ExpertLayer, clamped_gate
 class ExpertBuffer:
     """Memory for all experts of one layer, or for some of any layers; `layer` computes with it."""
 
-    layer: ExpertLayer
-
     def __init__(self, layout: ExpertLayout, experts: int | None = None) -> None:
         """experts: None: all experts of a layer."""
         self._layout, self._experts = layout, experts or layout.spec.num_experts
         self._tensors: list[Tensor | Sequence[Tensor]]
-        if layout.packed:
-            self._hold_packed()
-        else:
-            self._hold_plain()
+        gate_up, down = self._packed() if layout.packed else self._plain()
+        self.layer = ExpertLayer(gate_up, down, clamped_gate(layout.spec))
 
-    def _hold_packed(self) -> None:
+    def _packed(self) -> list[ExpertLinears]:
+        """Make gate_up and down in memory of the packed layout."""
         biases = self._layout.empty_biases(self._experts)
-        gate_up, down = (
-            tuple(self._layout.new_linear(matrix, bias_N) for bias_N in bias_EN)
-            for matrix, bias_EN in enumerate(self._with_none(biases))
-        )
-        memory = [[product.memory for product in products] for products in (gate_up, down)]
-        self._tensors = [*memory, *biases]
-        self.layer = ExpertLayer(
-            ExpertLinears(gate_up, None), ExpertLinears(down, None), clamped_gate(self._layout.spec)
-        )
+        of_experts: Sequence[Sequence[Tensor | None]] = [list(bias_EN) for bias_EN in biases]
+        both = [
+            [self._layout.new_linear(matrix, bias_N) for bias_N in bias_EN]
+            for matrix, bias_EN in enumerate(of_experts or [[None] * self._experts] * 2)
+        ]
+        self._tensors = [*([product.memory for product in each] for each in both), *biases]
+        return [ExpertLinears(each, None) for each in both]
 
-    def _hold_plain(self) -> None:
-        tensors = self._layout.empty(self._experts)
-        self._tensors = [*tensors]
-        gate_up, down, *biases = tensors
+    def _plain(self) -> list[ExpertLinears]:
+        gate_up, down, *biases = self._layout.empty(self._experts)
+        self._tensors = [gate_up, down, *biases]
         gate_up_bias, down_bias = biases or (None, None)
-        self.layer = ExpertLayer(
-            plain_linears(gate_up, gate_up_bias),
-            plain_linears(down, down_bias),
-            clamped_gate(self._layout.spec),
-        )
-
-    def _with_none(self, biases: Sequence[Tensor]) -> Sequence[Sequence[Tensor | None]]:
-        return [list(bias_EN) for bias_EN in biases] or [[None] * self._experts] * 2
+        return [plain_linears(gate_up, gate_up_bias), plain_linears(down, down_bias)]
 
     @property
     def num_bytes(self) -> int:
@@ -74,46 +61,8 @@ class ExpertBuffer:
         return self._layout.pieces(self._tensors, first, last)
 
 
-class ExpertStore(Protocol):
-    """Experts of a layer, for one thread. All stores give equal weights, and so equal bits."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """True if layers are copied in and out; False: all are resident."""
-
-    @property
-    def copy_s(self) -> float:
-        """Mean time to copy a layer; 0: no copies."""
-
-    @property
-    def waited_s(self) -> float:
-        """Total time without compute because a layer was missing."""
-
-    def is_ready(self, layer: int) -> bool:
-        """Return whether `fetch` would return at once."""
-
-    def wait_ready(self, layer: int, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; True: `fetch` would return at once. Raises as `fetch`."""
-
-    def wake(self) -> None:
-        """End a `wait_ready`. Thread-safe."""
-
-    def fetch(self, layer: int) -> ExpertLayer:
-        """Return all experts of `layer`, and start to copy the next layers.
-
-        The result of an earlier `fetch` of another layer is invalid afterwards. Waits up to the
-        channel's deadline; raises PeerError or ChannelError that names the failed peer.
-        """
-
-    def release(self) -> None:
-        """Release the fetched layer (on a GPU: once all uses are queued) for the next copy."""
-
-    def close(self) -> None:
-        """Stop threads and connections."""
-
-
 class ResidentStore:
-    """All experts of all layers in the processor's own layout."""
+    """All experts of all layers in the processor's own layout; methods as of a CopyingStore."""
 
     is_streamed = False
     copy_s = waited_s = 0.0

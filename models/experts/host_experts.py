@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -251,7 +252,6 @@ class ExpertMemory(HostSource):
             out.copy_(stored, non_blocking=True)
 
     def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
-        """Return views of one expert's pieces."""
         return self._layout.pieces(self._tensors[layer], expert, expert + 1)
 
     def close(self) -> None:
@@ -276,10 +276,6 @@ def _layers(memory: Tensor, layout: ExpertLayout) -> Iterator[tuple[Tensor, ...]
     experts = layout.spec.num_experts
     for part in torch.split(memory, layout.num_bytes(experts)):
         yield layout.views(part, experts)
-
-
-def _num_bytes(layout: ExpertLayout) -> int:
-    return len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
 
 
 def pin(memory: Tensor, name: str) -> None:
@@ -314,14 +310,9 @@ def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool
 def _open_file(
     checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
 ) -> IO[bytes]:
-    name, size = (
-        f"experts-{fingerprint(checkpoint.folder, str(layout.dtype), layout.digest)}",
-        _num_bytes(layout),
-    )
-
-    def write(path: Path) -> None:
-        _write(checkpoint, layout, path, size)
-
+    name = f"experts-{fingerprint(checkpoint.folder, str(layout.dtype), layout.digest)}"
+    size = len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
+    write = partial(_write, checkpoint, layout, size)
     return open_host_file(store, name, size, write, deadline_s=deadline_s)
 
 
@@ -348,7 +339,7 @@ def open_host_file(
         ) from None
 
 
-def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) -> None:
+def _write(checkpoint: Checkpoint, layout: ExpertLayout, size: int, path: Path) -> None:
     parts = CheckpointParts(checkpoint, layout)
     experts = layout.spec.num_experts
     with path.open("x+b") as file:

@@ -36,7 +36,6 @@ class TopCounts(NamedTuple):
         return TopCounts(keys, times)
 
     def truncate(self, limit: int) -> TopCounts:
-        """Return at most `limit` keys."""
         if len(self.keys) <= limit:
             return self
         rest = self.times - np.partition(self.times, -limit - 1)[-limit - 1]
@@ -73,11 +72,6 @@ class BoundedCounts:
         """Return at most `limit` counts."""
         self._count()
         return self._top.truncate(self._limit)
-
-    @property
-    def held(self) -> int:
-        """Number of keys in memory, including pending ones."""
-        return len(self._top.keys) + self._limit - self._room
 
 
 _MAX_EXACT: Final = 10**9  # numpy's bound of the hypergeometric distribution; above, binomial

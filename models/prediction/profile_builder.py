@@ -21,7 +21,7 @@ from kernels.routing import group_by_expert, local_index
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ExpertStore
+from models.experts.copying_store import ExpertStore
 from models.experts.router import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
@@ -65,60 +65,6 @@ class LayerActivations(NamedTuple):
 
 
 Visit = Callable[[LayerActivations], None]
-
-
-class TextRunner:
-    """Runs batches. Raises as the store's `fetch`."""
-
-    def __init__(self, half: AttentionHalf, store: ExpertStore) -> None:
-        self._half, self._store = half, store
-        experts = half.spec.num_experts
-        self._identity_E = local_index(list(range(experts)), experts)
-
-    def run(self, rows: Rows, visit: Visit) -> None:
-        """Run one batch. visit: called at each MoE layer."""
-        half, spec = self._half, self._half.spec
-        slices, first = [], 0
-        for row in rows:
-            last = first + -(-len(row) // _BLOCK)
-            slices.append(SequenceSlice(list(row), 0, range(first, last)))
-            first = last
-        kv = KvPool(spec, first, _BLOCK, half.dtype, half.device)
-        inputs = AttentionBatch.build(slices, block_tokens=_BLOCK, device=half.device)
-        hidden_TD = half.embed(inputs)
-        ids_T2 = torch.tensor([pair for row in rows for pair in zip(row, [-1, *row], strict=False)])
-        for layer in range(spec.num_layers):
-            attended = half.attend(layer, hidden_TD, inputs, kv)
-            hidden_TD, routed = attended.hidden_TD, attended.routed
-            if routed is not None:
-                activations = self._experts(layer, ids_T2, hidden_TD, routed)
-                visit(activations)
-                hidden_TD = activations.after_TD
-
-    def _experts(
-        self, layer: int, ids_T2: Tensor, hidden_TD: Tensor, routed: RoutedTokens
-    ) -> LayerActivations:
-        ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
-        rows_N, weights_N, counts = group_by_expert(
-            ids_TK, weights_TK, self._identity_E, len(self._identity_E)
-        )
-        held = self._store.fetch(layer)
-        active = [expert for expert, count in enumerate(counts) if count]
-        y_ND = weighted_run(
-            routed.x_TD.index_select(0, rows_N),
-            [held.gate_up[expert] for expert in active],
-            [held.down[expert] for expert in active],
-            [counts[expert] for expert in active],
-            torch.ones_like(weights_N),
-            held.clamped,
-        )
-        out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32)
-        out_TD.index_add_(0, rows_N, y_ND.float() * weights_N.unsqueeze(1))
-        after_TD = (hidden_TD + out_TD).to(hidden_TD.dtype)
-        shared_TD = self._half.shared(layer, routed.router_input)
-        if shared_TD is not None:
-            after_TD.add_(shared_TD)
-        return LayerActivations(layer, ids_T2, hidden_TD, routed, y_ND, after_TD, shared_TD)
 
 
 def batches(rows: Rows) -> Iterator[list[Sequence[int]]]:
@@ -174,11 +120,11 @@ class ProfileBuilder:
         counter: RoutingCounter | None = None,
     ) -> None:
         self._counter = counter
-        self._half, self._progress = half, progress
-        self._texts = TextRunner(half, store)
+        self._half, self._store, self._progress = half, store, progress
         self._kept = [row for number, row in enumerate(rows) if number % HELD_OUT]
         self._held_out = [row for number, row in enumerate(rows) if number % HELD_OUT == 0]
-        spec = half.spec
+        spec, experts = half.spec, half.spec.num_experts
+        self._identity_E = local_index(list(range(experts)), experts)
         self._following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
         whole = 3 * len(self._kept) + len(self._held_out)  # training counts as a run
         self._done, self._whole = 0, max(1, whole)
@@ -326,6 +272,51 @@ class ProfileBuilder:
 
     def _run(self, rows: Rows, visit: Visit) -> None:
         for batch in batches(rows):
-            self._texts.run(batch, visit)
+            self._run_batch(batch, visit)
             self._done += len(batch)
             self._progress(self._done / self._whole)
+
+    def _run_batch(self, rows: Rows, visit: Visit) -> None:
+        """Run one batch. visit: called at each MoE layer. Raises as the store's `fetch`."""
+        half, spec = self._half, self._half.spec
+        slices, first = [], 0
+        for row in rows:
+            last = first + -(-len(row) // _BLOCK)
+            slices.append(SequenceSlice(list(row), 0, range(first, last)))
+            first = last
+        kv = KvPool(spec, first, _BLOCK, half.dtype, half.device)
+        inputs = AttentionBatch.build(slices, block_tokens=_BLOCK, device=half.device)
+        hidden_TD = half.embed(inputs)
+        ids_T2 = torch.tensor([pair for row in rows for pair in zip(row, [-1, *row], strict=False)])
+        for layer in range(spec.num_layers):
+            attended = half.attend(layer, hidden_TD, inputs, kv)
+            hidden_TD, routed = attended.hidden_TD, attended.routed
+            if routed is not None:
+                activations = self._experts(layer, ids_T2, hidden_TD, routed)
+                visit(activations)
+                hidden_TD = activations.after_TD
+
+    def _experts(
+        self, layer: int, ids_T2: Tensor, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> LayerActivations:
+        ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
+        rows_N, weights_N, counts = group_by_expert(
+            ids_TK, weights_TK, self._identity_E, len(self._identity_E)
+        )
+        held = self._store.fetch(layer)
+        active = [expert for expert, count in enumerate(counts) if count]
+        y_ND = weighted_run(
+            routed.x_TD.index_select(0, rows_N),
+            [held.gate_up[expert] for expert in active],
+            [held.down[expert] for expert in active],
+            [counts[expert] for expert in active],
+            torch.ones_like(weights_N),
+            held.clamped,
+        )
+        out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32)
+        out_TD.index_add_(0, rows_N, y_ND.float() * weights_N.unsqueeze(1))
+        after_TD = (hidden_TD + out_TD).to(hidden_TD.dtype)
+        shared_TD = self._half.shared(layer, routed.router_input)
+        if shared_TD is not None:
+            after_TD.add_(shared_TD)
+        return LayerActivations(layer, ids_T2, hidden_TD, routed, y_ND, after_TD, shared_TD)

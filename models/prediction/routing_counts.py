@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction import count_checks as checks
 from models.prediction.bounded_counts import (
     BoundedCounts,
     PathSample,
@@ -35,15 +34,20 @@ from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
     check_fingerprint,
+    checked_tensor,
     checkpoint_digest,
     open_profile,
     write_arrays,
 )
 from models.spec.model import ModelSpec
+from models.spec.safetensors_file import SafetensorsFile
 from models.text.tokenizer_files import tokenizer_digest
 
 MIN_TOKENS: Final = 1000
 """Minimum of a useful profile."""
+MAX_OVERSIZE: Final = 16
+"""Files may hold this multiple of our default limits."""
+_MAX_TOKENS: Final = 1 << 48
 _COUNTED, _TOKENIZER = "counted", "tokenizer"
 _MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file; larger counts are clipped
 
@@ -140,25 +144,81 @@ class RoutingCounts:
                 f"{path}: a routing profile without counts, which placement needs; {MAKE_ONE}"
             )
         check_fingerprint(file, _TOKENIZER, tokenizer_digest(folder), folder)
-        arrays = checks.CountArrays(file, spec)
+        arrays = _CountArrays(file, spec)
         counted = arrays.counted(_COUNTED)
         if counted < min_tokens:
             raise CheckpointError(
                 f"{path}: a routing profile of {counted} tokens; at least {min_tokens} are needed"
             )
-        most_pairs = COUNT_LIMITS.pairs * checks.MAX_OVERSIZE
+        most_pairs = COUNT_LIMITS.pairs * MAX_OVERSIZE
         layers = {
             layer: LayerCounts(arrays.load(layer, counted), arrays.pairs(layer, most_pairs))
             for layer in spec.moe_layers
         }
-        ids_P2, paths_PLK = arrays.paths(COUNT_LIMITS.paths * checks.MAX_OVERSIZE)
+        paths = arrays.paths(COUNT_LIMITS.paths * MAX_OVERSIZE)
         return RoutingCounts(
-            checkpoint_digest(folder),
-            tokenizer_digest(folder),
-            counted,
-            layers,
-            RoutingPaths(ids_P2, paths_PLK),
+            checkpoint_digest(folder), tokenizer_digest(folder), counted, layers, paths
         )
+
+
+class _CountArrays:
+    """Arrays of one file, checked against a model of `E` experts, `K` per token."""
+
+    def __init__(self, file: SafetensorsFile, spec: ModelSpec) -> None:
+        self._file, self._spec = file, spec
+        self._E, self._K = spec.num_experts, spec.top_k
+
+    def counted(self, name: str) -> int:
+        counted = int(self._read(name, "I64", (1,))[0])
+        self._require(0 < counted <= _MAX_TOKENS, name, f"{counted} is not a token count")
+        return counted
+
+    def load(self, layer: int, counted: int) -> NDArray[np.int64]:
+        """Return [E] tokens of each expert."""
+        name = f"load.{layer}"
+        load_E: NDArray[np.int64] = self._read(name, "I64", (self._E,))
+        self._require((load_E >= 0).all(), name, "a count is negative")
+        self._require(
+            (load_E <= counted).all() and int(load_E.sum()) == counted * self._K,
+            name,
+            f"{counted} tokens have {counted * self._K} experts, counted are "
+            f"{load_E.tolist()[:4]}…",
+        )
+        return load_E
+
+    def pairs(self, layer: int, limit: int) -> TopCounts:
+        """Return counts by token id * E + expert."""
+        name, vocabulary = f"pairs.{layer}", self._spec.vocab_size
+        keys_N, times_N = self._read(name, "I32", (None, 2), limit).astype(np.int64).T
+        are_pairs = (keys_N >= 0) & (keys_N < vocabulary * self._E)
+        self._require(are_pairs.all(), name, self._not_in(vocabulary))
+        self._require((times_N > 0).all(), name, "a pair was seen less than once")
+        self._require((np.diff(keys_N) > 0).all(), name, "pairs are not in ascending order")
+        return TopCounts(keys_N, times_N)
+
+    def paths(self, limit: int) -> RoutingPaths:
+        layers, vocabulary = len(self._spec.moe_layers), self._spec.vocab_size
+        paths_PLK = self._read("paths", "I16", (None, layers, self._K), limit)
+        ids_P2 = self._read("path_ids", "I32", (len(paths_PLK), 2))
+        are_experts = (paths_PLK >= 0) & (paths_PLK < self._E)
+        self._require(are_experts.all(), "paths", f"not all are of {self._E} experts")
+        ordered_PLK = np.sort(paths_PLK, axis=2)
+        self._require((np.diff(ordered_PLK, axis=2) > 0).all(), "paths", "an expert appears twice")
+        are_ids = (ids_P2 >= [0, -1]) & (ids_P2 < vocabulary)
+        self._require(are_ids.all(), "path_ids", self._not_in(vocabulary))
+        return RoutingPaths(ids_P2, paths_PLK)
+
+    def _not_in(self, vocabulary: int) -> str:
+        return f"a token id is not one of the vocabulary's {vocabulary}"
+
+    def _read(
+        self, name: str, dtype: str, shape: tuple[int | None, ...], limit: int = 0
+    ) -> NDArray[Any]:
+        return checked_tensor(self._file, name, dtype, shape, limit).numpy()
+
+    def _require(self, holds: bool | np.bool_, name: str, message: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{self._file.path}: {name}: {message}; {MAKE_ONE}")
 
 
 _AT_ONCE = 4096  # tokens, to bound the copies of a batch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from contracts.errors import CheckpointError
 
@@ -21,6 +21,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(tree).__name__}")
     return tree
+
+
+T = TypeVar("T")
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _is_positive_int(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_int_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 class ConfigFields:
@@ -87,6 +102,10 @@ class ConfigFields:
                 return ConfigFields(self.path, self._tree[key], f"{self._prefix}{key}.")
         return ConfigFields(self.path, {}, f"{self._prefix}{keys[0]}.")
 
+    def unsupported(self, key: str, supported: Iterable[str]) -> CheckpointError:
+        known = ", ".join(supported)
+        return self.error(key, f"{self.raw(key)!r} is not supported; supported: {known}")
+
     def with_section(self, key: str) -> ConfigFields:
         """Return the fields of the object under `key`, and those beside it that it lacks."""
         inner = dict(self.section(key).items())
@@ -100,50 +119,42 @@ class ConfigFields:
                 raise self.error(
                     key, f"{self._tree[key]!r}, but another spelling of it says {value!r}; keep one"
                 )
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(keys[0], "missing; a positive integer is needed")
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]  # the same in each layer
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(keys[0], f"expected a positive integer, got {value!r}")
-        return value
+        return self._checked(keys[0], value, default, "a positive integer", _is_positive_int)
 
     def count(self, key: str, *, default: int) -> int:
         """Return an integer of 0 or more."""
-        value = self.raw(key)
-        if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(key, f"expected an integer of 0 or more, got {value!r}")
-        return value
+        value, expected = self.raw(key), "an integer of 0 or more"
+        return self._checked(key, value, default, expected, lambda n: n == 0 or _is_positive_int(n))
 
-    def number(self, *keys: str, default: float | None = None) -> float:
-        value = self.raw(*keys)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(keys[0], "missing; a number is needed")
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.error(keys[0], f"expected a positive number, got {value!r}")
-        return float(value)
+    def number(self, key: str, *, default: float | None = None) -> float:
+        return float(self._checked(key, self.raw(key), default, "a positive number", _is_positive))
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        value = self.raw(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, f"expected true or false, got {value!r}")
-        return value
+        return self._checked(
+            key, self.raw(key), default, "true or false", lambda b: type(b) is bool
+        )
 
     def int_list(self, key: str) -> list[int]:
-        value = self.raw(key)
+        value, expected = self.raw(key), "a list of integers"
+        return self._checked(key, value, list[int](), expected, _is_int_list)
+
+    def _checked(
+        self,
+        key: str,
+        value: Any,
+        default: T | None,
+        expected: str,
+        is_valid: Callable[[Any], bool],
+    ) -> T:
+        """Return a value, or the default without one."""
+        value = default if value is None else value
         if value is None:
-            return []
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(key, f"expected a list of integers, got {value!r}")
-        return value
+            raise self.error(key, f"missing; {expected} is needed")
+        if not is_valid(value):
+            raise self.error(key, f"expected {expected}, got {value!r}")
+        return cast(T, value)
 
     def token_ids(self, key: str) -> list[int]:
         """Return a token id or a list of them as a list."""

@@ -22,7 +22,7 @@ def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tu
     if family.dense == "none":
         return tuple(layers)
     if family.dense == "types" and config.has("mlp_layer_types"):
-        types = _types_of(config, "mlp_layer_types", [], (_DENSE, _SPARSE), num_layers)
+        types = types_of(config, "mlp_layer_types", [], (_DENSE, _SPARSE), num_layers)
         return tuple(layer for layer in layers if types[layer] == _SPARSE)
     if family.dense in ("first", "types"):
         first, key = family.default_first_moe, family.first_moe_key
@@ -66,7 +66,6 @@ def read_unrotated(config: ConfigFields, family: Family, windows: Windows) -> tu
 
 
 def _one_window(config: ConfigFields, family: Family, num_layers: int) -> Windows:
-    """Return one window for all layers."""
     none: Windows = (None,) * num_layers
     switched, default = family.window_switch_key, family.default_window
     if family.windows == "none":
@@ -93,7 +92,7 @@ def _by_layer_types(config: ConfigFields, family: Family, num_layers: int) -> Wi
     key = "attention_chunk_size" if family.windows == "chunks" else "sliding_window"
     slides = [] if config.has("layer_types") else _default_slides(config, family, num_layers)
     default = [kind if each else _FULL for each in slides]
-    types = _types_of(config, "layer_types", default, (kind, _FULL), num_layers)
+    types = types_of(config, "layer_types", default, (kind, _FULL), num_layers)
     if config.is_null(key) and (kind in types or family.ropes_windows_only):
         raise config.error(key, "null is not supported where layers differ in it")
     if kind not in types:
@@ -130,7 +129,7 @@ def _rope_flags(config: ConfigFields, num_layers: int) -> list[bool]:
     return [flag != 0 for flag in given]
 
 
-def _types_of(
+def types_of(
     config: ConfigFields, key: str, default: list[str], known: Sequence[str], num_layers: int
 ) -> list[str]:
     types = config.raw(key) or default
@@ -254,8 +253,7 @@ def _refuse_others(config: ConfigFields, family: Family) -> None:
         del allowed["moe_layer_freq"]  # by layer: window_layers.check_agreement
     for key, values in allowed.items():
         if config.has(key) and config.raw(key) not in values:
-            known = ", ".join(str(value) for value in values)
-            raise config.error(key, f"{config.raw(key)!r} is not supported; supported: {known}")
+            raise config.unsupported(key, map(str, values))
     if second and config.boolean("norm_topk_prob", default=False):
         raise config.error(
             "norm_topk_prob", "true is not supported for deepseek_v2: implementations differ in it"
@@ -321,7 +319,7 @@ def read_rotary_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
     if family.rotary_fraction is None:
         for fields in (config, scaling):
             if fields.raw(key) not in (None, 1, 1.0):
-                raise fields.error(key, f"{fields.raw(key)!r} is not supported; supported: 1.0")
+                raise fields.unsupported(key, ["1.0"])
         return head_dim
     fraction = 1.0 if config.is_null(key) else family.rotary_fraction
     if family.rotary_dim_key is not None and config.has(family.rotary_dim_key):
@@ -339,9 +337,8 @@ def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     theta = _read_theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
     if kind not in family.rope_kinds:
-        raise scaling.error(
-            "rope_type", f"{kind!r} is not supported; supported: {', '.join(family.rope_kinds)}"
-        )
+        supported = ", ".join(family.rope_kinds)
+        raise scaling.error("rope_type", f"{kind!r} is not supported; supported: {supported}")
     if kind not in ("default", "yarn") and scaling.raw("mscale_all_dim"):
         raise scaling.error("mscale_all_dim", f"is not supported with rope_type {kind}, only yarn")
     if kind == "dynamic" and family.rope_alpha and scaling.raw("alpha"):

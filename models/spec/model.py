@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import msgspec
 
@@ -37,11 +37,6 @@ from models.spec.recurrent import RecurrentSpec, read_recurrent
 from models.spec.window_layers import WindowLayersSpec, check_agreement, read_ropes
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
-_DTYPES: dict[str, StoredDtype] = {
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-}
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -426,15 +421,12 @@ def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
 def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
     for key, supported in (*_REQUIRED_VALUES.items(), *family.required):
         if config.has(key) and config.raw(key) != supported:
-            raise config.error(
-                key, f"{config.raw(key)!r} is not supported; supported: {supported!r}"
-            )
+            raise config.unsupported(key, [repr(supported)])
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
             _refuse_quantization(config.section(key), family)
-    activation = config.raw("hidden_act")
-    if activation not in (None, "silu"):
-        raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+    if config.raw("hidden_act") not in (None, "silu"):
+        raise config.unsupported("hidden_act", ["silu"])
 
 
 def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
@@ -453,11 +445,9 @@ def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
             f"{method or 'an unknown method'} is not supported; supported: {supported},"
             " or an unquantised bfloat16, float16 or float32 checkpoint",
         )
-    block = quantization.raw("weight_block_size")
-    if block != [FP8_BLOCK, FP8_BLOCK]:
-        raise quantization.error(
-            "weight_block_size", f"{block!r} is not supported; supported: [128, 128]"
-        )
+    block = [FP8_BLOCK, FP8_BLOCK]
+    if quantization.raw("weight_block_size") != block:
+        raise quantization.unsupported("weight_block_size", [str(block)])
 
 
 # Supported values of compressed-tensors, by field; None: absent.
@@ -499,18 +489,17 @@ def _refuse_values(fields: ConfigFields, supported: dict[str, tuple[object, ...]
     for key, values in supported.items():
         value = None if fields.raw(key) in ({}, []) else fields.raw(key)
         if not any(value == each and type(value) is type(each) for each in values):
-            options = ", ".join("none" if each is None else repr(each) for each in values)
-            raise fields.error(key, f"{value!r} is not supported; supported: {options}")
+            raise fields.unsupported(key, ["none" if e is None else repr(e) for e in values])
 
 
 def _stored_dtype(config: ConfigFields) -> StoredDtype:
     raw = config.raw("dtype", "torch_dtype")
     if raw is None:
         return "bfloat16" if config.has("quantization_config") else "float32"
-    name = str(raw).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise config.error("dtype", f"{raw!r} is not supported; supported: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    name, known = str(raw).removeprefix("torch."), get_args(StoredDtype)
+    if name not in known:
+        raise config.error("dtype", f"{raw!r} is not supported; supported: {', '.join(known)}")
+    return cast(StoredDtype, name)
 
 
 def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:

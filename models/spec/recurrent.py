@@ -6,6 +6,7 @@ import msgspec
 
 from models.spec.config_fields import ConfigFields
 from models.spec.family import Family, RecurrentKind
+from models.spec.layer_spec import types_of
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _INTERVAL = 4  # by default each fourth layer has full attention
@@ -49,11 +50,7 @@ def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> Rec
     if types is None:
         every = config.positive_int("full_attention_interval", default=_INTERVAL)
         types = [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise config.error("layer_types", f"expected a list of {num_layers}, got {types!r}")
-    for kind in types:
-        if kind not in (LINEAR, FULL):
-            raise config.error("layer_types", f"{kind!r} is not supported")
+    types = types_of(config, "layer_types", types, (LINEAR, FULL), num_layers)
     layers = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
     if not layers:
         return None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from models.text.call_text import Schemas, in_string, read_calls
 
@@ -175,16 +175,8 @@ class TagScanner:
         return held
 
 
-class AnswerParser(Protocol):
-    """Parser of one answer. `flush` is called once, at its end."""
-
-    def push(self, text: str) -> list[AnswerPiece]: ...
-
-    def flush(self) -> list[AnswerPiece]: ...
-
-
 class TagParser:
-    """AnswerParser of text with tags."""
+    """AnswerParser of text with tags. `flush` is called once, at the end of the answer."""
 
     def __init__(self, tags: Sequence[str]) -> None:
         self._scanner = TagScanner(tags)
@@ -369,3 +361,6 @@ class CallListParser:
         if not calls:  # it is cut
             return [AnswerPiece("content", self._text)]
         return [AnswerPiece("call", arguments, name) for name, arguments in calls]
+
+
+AnswerParser = TagParser | NamedCallParser | CallListParser

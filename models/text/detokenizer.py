@@ -16,41 +16,33 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 
 
-class Detokenizer(Protocol):
-    """The results of all pushes and a flush at the end, joined, are the text of all ids."""
-
-    def skip(self, token_ids: Sequence[int]) -> None:
-        """Start behind these ids, whose text is known. Call before the first push.
-
-        An unfinished character at their end is part of the text that follows.
-        """
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these ids complete. Ids outside the vocabulary are skipped."""
-
-    def flush(self) -> str:
-        """Return what is held back; an unfinished character becomes U+FFFD."""
-
-
 class ByteDetokenizer:
-    """token_bytes: the bytes of a token; b"" for hidden tokens."""
+    """The results of all pushes and a flush at the end, joined, are the text of all ids.
+
+    token_bytes: the bytes of a token; b"" for hidden tokens.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def skip(self, token_ids: Sequence[int]) -> None:
+        """Start behind these ids, whose text is known. Call before the first push.
+
+        An unfinished character at their end is part of the text that follows.
+        """
         self.push(token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these ids complete. Ids outside the vocabulary are skipped."""
         return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def flush(self) -> str:
+        """Return what is held back; an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -100,3 +92,6 @@ class WindowDetokenizer:
         self._context = self._pending if piece else self._context + self._pending
         self._pending = []
         return piece
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer

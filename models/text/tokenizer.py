@@ -22,7 +22,7 @@ from models.text.chat_template import (
 )
 from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from models.text.tiktoken_file import byte_level_alphabet
-from models.text.tokenizer_files import read_tokenizer_files
+from models.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below, encoding costs less than a thread switch
 POOL_ABOVE_CHARACTERS = 2_048  # below, encoding costs less than waking library threads
@@ -36,20 +36,15 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """Immutable after loading, and thread-safe."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        special_tokens: dict[str, str] | None = None,
-        chat_template: str | None = None,
-        tool_template: str | None = None,
-    ) -> None:
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._backend = backend = files.backend
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
-        self.special_tokens = special_tokens or {}
-        self._chat = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
-        tools = ChatTemplate(tool_template, self.special_tokens) if tool_template else None
+        self.special_tokens = files.special_tokens
+        self._chat, tools = (
+            ChatTemplate(source, self.special_tokens) if source else None
+            for source in (files.chat_template, files.tool_template)
+        )
         self._tools_chat = tools or self._chat
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(  # of a normalised token, the library shows the text
@@ -67,13 +62,7 @@ class Tokenizer:
         As in `transformers` 5, only tokenizer.json determines the special tokens of `encode`;
         `add_bos_token` is ignored.
         """
-        files = read_tokenizer_files(folder)
-        return cls(
-            files.backend,
-            special_tokens=files.special_tokens,
-            chat_template=files.chat_template,
-            tool_template=files.tool_template,
-        )
+        return cls(read_tokenizer_files(folder))
 
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json."""

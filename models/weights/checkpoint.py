@@ -50,17 +50,15 @@ class Checkpoint:
             self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
-        for name in [name for name in self._file_of if plain_name(name) != name]:
+        for name in list(self._file_of):
             plain = plain_name(name)
+            if plain.endswith(f".weight{_PACKED}"):
+                plain = plain.removesuffix(_PACKED)
+            if plain == name:
+                continue
             if plain in self._file_of:
                 raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
             self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), name
-        for name in [name for name in self._file_of if name.endswith(f".weight{_PACKED}")]:
-            plain = name.removesuffix(_PACKED)
-            if plain in self._file_of:
-                raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
-            stored = self._stored_name.pop(name, name)
-            self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), stored
 
     @property
     def names(self) -> Collection[str]:

@@ -12,9 +12,7 @@ from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
 from planner.costs.model_shape import (
     AttentionWork,
-    Chunks,
     ModelShape,
-    count_tokens,
     layer_mean_batch,
     layer_mean_work,
 )
@@ -45,18 +43,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) -> float:
     """Return the time of one layer's attention for one micro-batch that is sent to one rank."""
     return cost.call_ms + shape.projections * cost.projection_ms + _per_sample_ms(cost, work)
-
-
-def batch_attention_ms(
-    cost: AttentionCost, shape: ModelShape, chunks: Chunks, spread: Spread | None = None
-) -> float:
-    """Return the layer-mean attention time of a ragged micro-batch, with its packets.
-
-    spread: None: packets to one expert rank.
-    """
-    tokens = count_tokens(chunks)
-    work = layer_mean_batch(shape, chunks)
-    return attention_ms(cost, shape, work) + _packets_model(cost, shape, spread).at(tokens)
 
 
 def attention_model(
@@ -108,19 +94,14 @@ def serving_ms(
     )
 
 
-def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> float:
-    """Return the fraction of a sample's attention time that is spent on pairs of tokens."""
-    work = _sample_work(shape, deployment)
-    return cost.attended_ms_per_flop * work.attended_flops / _per_sample_ms(cost, work)
-
-
 def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> dict[str, float]:
     """Return the costs of cutting a sample along its length: fields attention_* of `PlanSpec`."""
     start, new = deployment.context_tokens, deployment.sequence_tokens
     work = _sample_work(shape, deployment)
     behind = layer_mean_work(shape, start + new, start + new + 1)  # reads the whole sample
+    pairs_ms = cost.attended_ms_per_flop * work.attended_flops
     return {
-        "attention_quadratic_fraction": quadratic_fraction(cost, shape, deployment),
+        "attention_quadratic_fraction": pairs_ms / _per_sample_ms(cost, work),
         "attention_chunk_ms": cost.sequence_ms + min(1.0, work.prompt_calls) * cost.prompt_call_ms,
         "attention_context_ms": cost.context_ms_per_byte * behind.context_bytes,
     }

@@ -7,10 +7,9 @@
     tensor_parallel  all-reduce       all-reduce   -       4 (D - 1)
     data_parallel    -                A2A, A2A     -       2 u                deduplicated DP+EP
 
-Rows have the model's dimension and are counted over all workers together. D workers with equal
-shards of the tokens; u: other workers that a token is sent to, once each. Without deduplication u
-is K (1 - local activation rate), as the paper has it. u is at most D - 1, so data_parallel never
-moves more than shuffled. Speculative MoE, Section 3.2, reconstructed.
+Rows have the model's dimension and are counted over all D workers together, which have equal shards
+of the tokens. u: other workers that a token is sent to, once each; without deduplication
+K (1 - local activation rate), as the paper has it. Speculative MoE, Section 3.2, reconstructed.
 """
 
 from __future__ import annotations
@@ -85,52 +84,3 @@ def moved_bytes(scheme: ExchangeScheme, layer: LayerExchange, row_bytes: int) ->
     pairs = layer.remote_pairs * (INDEX_BYTES + WEIGHT_BYTES)
     counts = (layer.workers - 1) * layer.slots * COUNT_BYTES
     return (rows + 2 * layer.remote_copies) * row_bytes + pairs + counts + predicted + squares
-
-
-COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
-
-
-class BatchWork(NamedTuple):
-    """A batch: its new tokens, the FLOPs and the number of layers. row_bytes: of a token."""
-
-    tokens: int
-    flops: int
-    layers: int
-    row_bytes: int
-
-
-class GroupRates(NamedTuple):
-    """Measured rates of a worker.
-
-    copy_s: of a layer's experts, 0 if they are resident. alone_s, shared_s: of batches of this size
-    on one and on all workers; 0: not yet. mean_row: time of a row over a link, in times of one
-    inside a node.
-    """
-
-    flops_per_s: float
-    copy_s: float = 0.0
-    alone_s: float = 0.0
-    shared_s: float = 0.0
-    mean_row: float = 1.0
-
-
-def alone_seconds(batch: BatchWork, rates: GroupRates) -> float:
-    """Return the seconds of a batch on one worker.
-
-    A layer takes no less than the copy of the next one's experts.
-    """
-    compute_s = batch.flops / rates.flops_per_s
-    modelled_s = compute_s / batch.layers + (batch.layers - 1) * rates.copy_s
-    return rates.alone_s or max(compute_s, modelled_s)
-
-
-def shared_seconds(batch: BatchWork, rates: GroupRates, workers: int) -> float:
-    """Return the seconds of a batch on all workers.
-
-    Computing time is divided and rows travel, at most those of tokens that all have experts
-    elsewhere.
-    """
-    rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1) * batch.tokens * batch.layers
-    moved_s = rows * batch.row_bytes * rates.mean_row / workers / BYTES_PER_S
-    moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
-    return rates.shared_s or batch.flops / rates.flops_per_s / workers + moved_s

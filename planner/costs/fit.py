@@ -4,7 +4,7 @@ Stages span four orders of magnitude: plain least squares would fit the largest 
 launch times wrong, which decide r1 and r2. Shapes: N samples, F features.
 
 `OnlineLinear` follows measured times: relative least squares over an exponentially weighted past,
-with Huber's loss. It follows a slower machine within about `memory` samples and ignores single
+with Huber's loss. It follows a slower machine within about MEMORY samples and ignores single
 outliers. O(1) time and memory per sample, no clock. For a stage with several sizes (attention:
 tokens and pairs), x may be the time that the profile predicts; beta then is a relative speed.
 """
@@ -33,12 +33,14 @@ class NonNegativeFit(NamedTuple):
     """coefficients_F >= 0, and the fit's quality.
 
     r2: of the samples as they are. median_error_fraction: of |predicted - measured| / measured.
+    uncertain: a coefficient vanished and is bounded from below (planner/costs/stage_fit.py).
     """
 
     coefficients_F: Floats
     predicted_N: Floats
     r2: float
     median_error_fraction: float
+    uncertain: bool = False
 
 
 class LinearFit(NamedTuple):
@@ -124,6 +126,7 @@ def _r2(times_N: Floats, predicted_N: Floats) -> float:
     return 1.0 - residual / total
 
 
+MEMORY = 64  # samples
 _SCALE_SAMPLES = 16  # recent errors that determine the scale
 _LEAST_ERROR = 0.02  # relative; no machine is steadier
 LEAST_MS = 1e-6  # the least time that errors are relative to
@@ -133,17 +136,11 @@ _DAMPING = 1e-6  # keeps directions that no sample determines
 class OnlineLinear:
     """Follows measured times; `prior` counts as `prior_samples` samples around `typical_x`."""
 
-    def __init__(
-        self, prior: Linear, typical_x: float, *, memory: int = 64, prior_samples: int = 8
-    ) -> None:
-        """Create the model. Raises ValueError unless typical_x > 0 is finite and memory >= 2."""
-        if not 0 < typical_x < math.inf or memory < 2 or prior_samples < 1:
-            raise ValueError(
-                f"typical_x={typical_x}, memory={memory}, prior_samples={prior_samples}: give a "
-                "positive size, at least 2 and at least 1"
-            )
+    def __init__(self, prior: Linear, typical_x: float, *, prior_samples: int = 8) -> None:
+        """Create the model. Raises ValueError unless typical_x is finite and above 0."""
+        if not 0 < typical_x < math.inf:
+            raise ValueError(f"typical_x={typical_x}: give a positive size")
         self._alpha, self._beta = prior.alpha_ms, prior.beta_ms
-        self._keep = 1.0 - 1.0 / memory
         self._errors: deque[float] = deque(maxlen=_SCALE_SAMPLES)
         self._w = self._wx = self._wxx = self._wy = self._wxy = 0.0
         for x in (typical_x / 2, 2 * typical_x):
@@ -165,7 +162,7 @@ class OnlineLinear:
         sigma = max(_LEAST_ERROR, MAD_TO_SIGMA * statistics.median(self._errors))
         weight *= min(1.0, HUBER_WIDTH * sigma / max(error, 1e-300))
         for name in ("_w", "_wx", "_wxx", "_wy", "_wxy"):
-            setattr(self, name, self._keep * getattr(self, name))
+            setattr(self, name, (1.0 - 1.0 / MEMORY) * getattr(self, name))
         self._add(x, ms, weight)
         self._solve()
 

@@ -71,12 +71,6 @@ def max_samples(
     return samples
 
 
-def sample_kv_bytes(shape: ModelShape, deployment: Deployment) -> float:
-    """Return the KV pool bytes of one sample; layers with a window keep all tokens."""
-    tokens = deployment.context_tokens + deployment.sequence_tokens
-    return float(tokens * shape.kv_token_bytes)
-
-
 def activation_token_bytes(shape: ModelShape, copies: float) -> float:
     """Return the activation bytes of one token on an attention rank.
 
@@ -91,9 +85,9 @@ def activation_token_bytes(shape: ModelShape, copies: float) -> float:
 
 def _attention_sample_bytes(shape: ModelShape, deployment: Deployment, copies: float) -> float:
     tokens = deployment.sequence_tokens
+    kv_bytes = float((deployment.context_tokens + tokens) * shape.kv_token_bytes)
     logits_bytes = shape.vocab_size * FLOAT_BYTES  # of the last token
-    activations = tokens * activation_token_bytes(shape, copies)
-    return sample_kv_bytes(shape, deployment) + activations + logits_bytes
+    return kv_bytes + tokens * activation_token_bytes(shape, copies) + logits_bytes
 
 
 def _weights_too_large(shape: ModelShape, memory: RankMemory, spare_slots: int) -> str:

@@ -153,7 +153,6 @@ def hit_fraction(shape: ModelShape, experts: int) -> float:
 
 
 def count_tokens(chunks: Chunks) -> int:
-    """Return the number of new tokens."""
     return sum(stop - start for start, stop in chunks)
 
 

@@ -1,25 +1,11 @@
-"""Time of a prefill batch on workers that jointly hold all weights, per mode.
+"""Times of a prefill batch by mode, and of a token with experts that are read on demand.
 
-    resident      L C                             all experts are on each worker
-    gathered      C + (L - 1) max(C, G)           a layer's experts arrive during the layer before
-    all_to_all    sum over layers of  min over p of  max(p C_p, p X_p, C_p + X_p)
-                                                  p = 1, 2 parts: one computes, one travels
+    resident      all experts are on each worker
+    gathered      a layer's experts arrive during the layer before
+    all_to_all    experts are divided; of two parts of a batch one computes while the other travels
 
-    C, C_p        attention, shared and routed experts of a layer, of the batch and of one part
-    G             (N - 1) messages with (N - 1)/N of a layer's experts
-    X_p           dispatch and combine of the copies of a part's tokens that leave their worker
-
-Letters: L layers with experts, N workers, each with an equal batch. The overlaps are bounds.
-
-Time per generated token with experts read on demand, on one worker:
-
-    active(B)    E (1 - (1 - K/E)^B)           experts of a layer for B tokens, uniform routing
-    C            attention + shared + experts  a layer's compute
-    X            (1 - hits) active expert_bytes / tier_bytes_per_s
-    on demand    L (C + X)                     ahead    C + X + (L - 1) max(C, X)  (a bound)
-
-Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, with a cache
-(docs/notation.md, "Experts that are read").
+Workers have equal batches, and overlaps are bounds. docs/notation.md has the formulas ("Stage
+models and memory", "Experts that are read").
 """
 
 import enum
@@ -34,7 +20,6 @@ from contracts.hardware import Hardware, LinkCost
 from planner.costs.cost_model import (
     Deployment,
     attention_ms,
-    batch_attention_ms,
     expert_model,
     link_model,
     shared_model,
@@ -47,7 +32,6 @@ from planner.costs.model_shape import (
     layer_mean_batch,
 )
 from planner.costs.routing_shape import RoutingShape, Spread, uniform_spread
-from planner.costs.stages import Linear
 
 PARTS = (1, 2)
 MAX_BREAK_EVEN_TOKENS = 1 << 20  # of a batch, when break-even is looked for
@@ -96,12 +80,20 @@ def gather_ms(link: LinkCost, workers: int, layer_bytes: float) -> float:
     return (workers - 1) * link.alpha_ms + moved_bytes * link.ms_per_byte
 
 
-def exchange_model(link: LinkCost, group: PrefillGroup, spread: Spread, *, back: bool) -> Linear:
-    """Return the link model of an exchange; x: tokens per expert, own experts excluded."""
+def exchange_ms(group: PrefillGroup, spread: Spread, tokens_per_expert: float) -> float:
+    """Return the time of dispatch and combine, own experts excluded."""
     workers = group.workers
+    if workers == 1:
+        return 0.0
     all_workers = Deployment(attention_ranks=workers, expert_ranks=workers, sequence_tokens=1)
-    model = link_model(link, group.shape, all_workers, "e2a" if back else "a2e", spread)
-    return Linear(model.alpha_ms, model.beta_ms * (workers - spread.at_home) / workers)
+    models = (
+        link_model(group.a2e, group.shape, all_workers, "a2e", spread),
+        link_model(group.e2a, group.shape, all_workers, "e2a", spread),
+    )
+    return sum(
+        model.alpha_ms + model.beta_ms * (workers - spread.at_home) / workers * tokens_per_expert
+        for model in models
+    )
 
 
 def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float:
@@ -161,15 +153,12 @@ def _all_to_all(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
 def _exchanged_layer_ms(
     group: PrefillGroup, work: AttentionWork, tokens: int, spread: Spread
 ) -> float:
-    a2e = exchange_model(group.a2e, group, spread, back=False)
-    e2a = exchange_model(group.e2a, group, spread, back=True)
     times = []
     for parts in PARTS:
         part = work.times(1 / parts)._replace(sequences=work.sequences)
         compute_ms = _compute_ms(group, part, tokens / parts, spread, senders=group.workers)
         me = _tokens_per_expert(group.shape, tokens / parts, group.workers)
-        moved_ms = a2e.at(me) + e2a.at(me) if group.workers > 1 else 0.0
-        times.append(exchanged_ms(parts, LayerMs(compute_ms, moved_ms)))
+        times.append(exchanged_ms(parts, LayerMs(compute_ms, exchange_ms(group, spread, me))))
     return min(times)
 
 
@@ -178,13 +167,17 @@ def _compute_ms(
 ) -> float:
     """senders: workers whose tokens meet the experts of `spread`."""
     shape, hardware = group.shape, group.hardware
-    spent_ms = attention_ms(hardware.attention, shape, work)
-    one = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
-    shared = shared_model(hardware, shape, one)
-    if shared is not None:
-        spent_ms += shared.at(tokens)
     expert = expert_model(hardware, shape, spread)
-    return spent_ms + expert.at(_tokens_per_expert(shape, tokens, senders))
+    experts_ms = expert.at(_tokens_per_expert(shape, tokens, senders))
+    return _other_ms(hardware, shape, work, tokens) + experts_ms
+
+
+def _other_ms(hardware: Hardware, shape: ModelShape, work: AttentionWork, tokens: float) -> float:
+    """Return the time of a layer's attention and shared experts."""
+    one = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
+    spent_ms = attention_ms(hardware.attention, shape, work)
+    shared = shared_model(hardware, shape, one)
+    return spent_ms if shared is None else spent_ms + shared.at(tokens)
 
 
 def _tokens_per_expert(shape: ModelShape, tokens: float, senders: int) -> float:
@@ -269,24 +262,11 @@ def offloaded_token(
     )
 
 
-def offloaded_tokens(
-    hardware: Hardware,
-    shape: ModelShape,
-    tier: Tier,
-    context_tokens: int,
-) -> list[OffloadedToken]:
-    return [offloaded_token(hardware, shape, tier, each, context_tokens) for each in SEQUENCES]
-
-
 def _layer_ms(
     hardware: Hardware, shape: ModelShape, active: float, sequences: int, context_tokens: int
 ) -> float:
     chunks = [(context_tokens, context_tokens + 1)] * sequences
-    spent_ms = batch_attention_ms(hardware.attention, shape, chunks)
-    one = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
-    shared = shared_model(hardware, shape, one)
-    if shared is not None:
-        spent_ms += shared.at(sequences)
+    spent_ms = _other_ms(hardware, shape, layer_mean_batch(shape, chunks), sequences)
     cost = hardware.expert
     weights_ms = shape.expert_elements * shape.element_bytes * cost.weight_ms_per_byte
     spent_ms += cost.call_ms + active * (cost.expert_ms + weights_ms)

@@ -68,7 +68,6 @@ class RoutingShape(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Return whether all layers are equal."""
         return len(set(self.layers)) == 1
 
 

@@ -16,8 +16,7 @@ from contracts.hardware import (
     ServingCost,
     SharedCost,
 )
-from planner.arrays import Floats
-from planner.costs.fit import fit_nonnegative
+from planner.costs.fit import NonNegativeFit, fit_nonnegative
 from planner.costs.model_shape import Chunks, ModelShape, batch_work, count_tokens
 
 _LEAST_MS = 1e-3  # of a measured time without logits
@@ -49,9 +48,11 @@ class ServingSample(NamedTuple):
     ms: float
 
 
-class SharedSample(NamedTuple):
+class SizedSample(NamedTuple):
+    """Shared experts for `size` tokens, or a link for `size` bytes."""
+
     label: str
-    tokens: int
+    size: int
     ms: float
 
 
@@ -61,12 +62,6 @@ class ExpertSample(NamedTuple):
     label: str
     active: float
     pairs: float
-    ms: float
-
-
-class LinkSample(NamedTuple):
-    label: str
-    num_bytes: int
     ms: float
 
 
@@ -100,7 +95,7 @@ def fit_attention(
 
 def _attention_fit(
     shape: ModelShape, samples: Sequence[AttentionSample], *, with_calls: bool
-) -> _BoundedFit:
+) -> NonNegativeFit:
     works = []
     row_bytes = shape.hidden_size * shape.element_bytes
     for sample in samples:
@@ -133,12 +128,12 @@ def fit_serving(
     return cost, _report("serving", "tokens", fit, tokens, rest)
 
 
-def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[SharedCost, Fit]:
+def fit_shared(shape: ModelShape, samples: Sequence[SizedSample]) -> tuple[SharedCost, Fit]:
     """Fit the shared experts. Raises ValueError for samples that cannot be fitted."""
-    flops = [(1.0, 2.0 * shape.shared_elements * sample.tokens) for sample in samples]
+    flops = [(1.0, 2.0 * shape.shared_elements * sample.size) for sample in samples]
     fit = _fitted(flops, [sample.ms for sample in samples], slope=1)
     call, per_flop = fit.coefficients_F.tolist()
-    report = _report("shared", "tokens", fit, [sample.tokens for sample in samples], samples)
+    report = _report("shared", "tokens", fit, [sample.size for sample in samples], samples)
     return SharedCost(call_ms=call, ms_per_flop=per_flop), report
 
 
@@ -153,30 +148,20 @@ def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[Expe
 
 
 def fit_link(
-    backend: str, direction: Literal["a2e", "e2a"], samples: Sequence[LinkSample]
+    backend: str, direction: Literal["a2e", "e2a"], samples: Sequence[SizedSample]
 ) -> tuple[LinkCost, Fit]:
     """Fit a link. Raises ValueError for samples that cannot be fitted."""
-    sizes = [(1.0, float(sample.num_bytes)) for sample in samples]
-    fit = _fitted(sizes, [sample.ms for sample in samples], slope=1)
+    sizes = [sample.size for sample in samples]
+    works = [(1.0, float(size)) for size in sizes]
+    fit = _fitted(works, [sample.ms for sample in samples], slope=1)
     alpha, per_byte = fit.coefficients_F.tolist()
     cost = LinkCost(backend=backend, direction=direction, alpha_ms=alpha, ms_per_byte=per_byte)
-    num_bytes = [sample.num_bytes for sample in samples]
-    return cost, _report(f"{direction} {backend}", "bytes", fit, num_bytes, samples)
-
-
-class _BoundedFit(NamedTuple):
-    """Like NonNegativeFit. uncertain: the slope vanished and is bounded from below."""
-
-    coefficients_F: Floats
-    predicted_N: Floats
-    r2: float
-    median_error_fraction: float
-    uncertain: bool
+    return cost, _report(f"{direction} {backend}", "bytes", fit, sizes, samples)
 
 
 def _fitted(
     features: Sequence[Sequence[float]], times_ms: Sequence[float], slope: int | None = None
-) -> _BoundedFit:
+) -> NonNegativeFit:
     """Fit with a bounded slope: the feature whose coefficient must not be 0.
 
     If noise makes it vanish, it is set to a twentieth of the least time per unit of any sample.
@@ -184,26 +169,24 @@ def _fitted(
     features_NF = np.array(features, dtype=np.float64)
     times_N = np.array(times_ms, dtype=np.float64)
     fit = fit_nonnegative(features_NF, times_N)
-    if slope is None or fit.coefficients_F[slope] > 0:
-        return _BoundedFit(*fit, uncertain=False)
+    if slope is None or fit.coefficients_F[slope] > 0 or not (features_NF[:, slope] > 0).any():
+        return fit
     sizes_N = features_NF[:, slope]
     used_N = sizes_N > 0
-    if not used_N.any():
-        return _BoundedFit(*fit, uncertain=False)
     floor = _FLOOR_FRACTION * float((times_N[used_N] / sizes_N[used_N]).min())
     rest = fit_nonnegative(np.delete(features_NF, slope, axis=1), times_N - floor * sizes_N)
     coefficients_F = np.insert(rest.coefficients_F, slope, floor)
     predicted_N = features_NF @ coefficients_F
     error = float(np.median(np.abs(predicted_N - times_N) / times_N))
-    return _BoundedFit(coefficients_F, predicted_N, rest.r2, error, uncertain=True)
+    return NonNegativeFit(coefficients_F, predicted_N, rest.r2, error, uncertain=True)
 
 
 def _report(
     stage: str,
     size_unit: str,
-    fit: _BoundedFit,
+    fit: NonNegativeFit,
     sizes: Sequence[float],
-    samples: Sequence[AttentionSample | ServingSample | SharedSample | ExpertSample | LinkSample],
+    samples: Sequence[AttentionSample | ServingSample | ExpertSample | SizedSample],
 ) -> Fit:
     points = [
         Point(sample.label, float(size), sample.ms, float(predicted))

@@ -29,7 +29,6 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}={value}: give a time from 0 to {MAX_MS:g} ms")
 
     def at(self, x: float) -> float:
-        """Time in ms at `x` units."""
         return self.alpha_ms + self.beta_ms * x
 
     @property

@@ -15,6 +15,7 @@ passes x is the FLOPs.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from planner.schedule.solver import PlannedBatch
 WINDOW_S = 60.0
 MAX_DEVICES = 16  # up to which all splits are compared, else those near the present one
 _NEAR = 4
+_AMOUNTS = attrgetter("decode_tokens", "positions", "prompts", "prompt_tokens", "starts")
 
 
 class TrafficMix(NamedTuple):
@@ -89,23 +91,13 @@ class Traffic:
             for end_s, report in reports:
                 inside_s = min(report.seconds, end_s - (now_s - window_s))
                 share = inside_s / report.seconds / window_s / attention_ranks
-                for index, amount in enumerate(_amounts(report)):
+                for index, amount in enumerate(_AMOUNTS(report)):
                     sums[index] += share * amount
             pool_tokens = reports[-1][1].pool_tokens
         decode_tokens, positions, prompts, prompt_tokens, starts = sums
         context = max(1.0, positions / decode_tokens if decode_tokens else 1.0)
         sequences = min(self._max_sequences, max(1, math.floor(pool_tokens / context)))
         return TrafficMix(decode_tokens, positions, prompts, prompt_tokens, starts, sequences)
-
-
-def _amounts(report: TrafficReport) -> tuple[int, ...]:
-    return (
-        report.decode_tokens,
-        report.positions,
-        report.prompts,
-        report.prompt_tokens,
-        report.starts,
-    )
 
 
 class GroupSetup(NamedTuple):
@@ -139,18 +131,17 @@ def capacity(
     now = _knee(group, mix, ag, eg)
     if now is None:
         return None
-    gains = {}
-    for kind, more in (("attention", (ag + 1, eg)), ("expert", (ag, eg + 1))):
-        then = _knee(group, mix, *more)
-        if then is not None:
-            gains[kind] = _total_rate(then, more[0]) / _total_rate(now, ag) - 1
-    splits = {(ag, eg): _total_rate(now, ag)}
-    for ranks in _splits(ag, eg):
-        other = _knee(group, mix, *ranks)
-        if other is not None:
-            splits[ranks] = _total_rate(other, ranks[0])
-    best = max(splits, key=lambda ranks: splits[ranks])
-    return Capacity(1 / now.mix_s_per_s, gains, now.in_use, best)
+    rates = {(ag, eg): now.mix_s_per_s * ag}  # of all attention ranks
+    for ranks in other_sizes(ag, eg):
+        knee = _knee(group, mix, *ranks)
+        if knee is not None:
+            rates[ranks] = knee.mix_s_per_s * ranks[0]
+    larger = {"attention": (ag + 1, eg), "expert": (ag, eg + 1)}
+    gains = {
+        kind: rates[ranks] / rates[ag, eg] - 1 for kind, ranks in larger.items() if ranks in rates
+    }
+    splits = [ranks for ranks in rates if sum(ranks) == ag + eg]
+    return Capacity(1 / now.mix_s_per_s, gains, now.in_use, max(splits, key=rates.__getitem__))
 
 
 def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
@@ -181,10 +172,6 @@ class _GroupSize(NamedTuple):
 class _Knee(NamedTuple):
     mix_s_per_s: float  # seconds of the mix of one attention rank, computed per second
     in_use: dict[str, float]
-
-
-def _total_rate(knee: _Knee, attention_ranks: int) -> float:
-    return knee.mix_s_per_s * attention_ranks
 
 
 def other_sizes(ag: int, eg: int) -> list[tuple[int, int]]:
@@ -323,7 +310,6 @@ class PrefillCapacity:
     """Capacity of one worker; owned by one thread, except for `used_fraction`."""
 
     def __init__(self, *, max_tokens: int, max_sequences: int, started_s: float) -> None:
-        """Create an empty record; the limits are those of a batch."""
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._started_s = started_s
         self._batches: deque[Batch] = deque(maxlen=16_384)

@@ -53,9 +53,7 @@ def aligned(
             total_VR += table_VR[:, better_R]
         if not changed:
             break
-    return [
-        _renumbered(line, each, slots_per_rank) for line, each in zip(lines, source, strict=True)
-    ]
+    return [regrouped(line, each, slots_per_rank) for line, each in zip(lines, source, strict=True)]
 
 
 def _deviations(shares_VR1: Floats, ids: int) -> Floats:
@@ -86,6 +84,7 @@ def _assignment(gain_RR: Floats, start_R: Ints, kinds: Sequence[tuple[int, int]]
     return source_R
 
 
-def _renumbered(line: Line, source_R: Ints, slots_per_rank: Sequence[int]) -> Line:
+def regrouped(line: Line, source_R: Ints, slots_per_rank: Sequence[int]) -> Line:
+    """Return a line with the group `source_R[r]` on each rank r."""
     groups = [line[low:high] for low, high in bounds_of(slots_per_rank)]
     return tuple(itertools.chain.from_iterable(groups[group] for group in source_R))

@@ -2,14 +2,10 @@
 
 Shapes: M distinct tokens, each with a weight, K experts of each, S slots, E experts, R ranks.
 
-Cost of a placement for one layer, the time of its busiest rank or of its link:
-
-    J = max(pair * pairs, copy * copies) + HIDDEN * min(pair * pairs, copy * copies)
-        + OVERLOAD * copy * copies * max(0, load - load_limit)
-
-pairs: of the busiest rank; copies: ranks that a token is sent to; both per token. The shorter of
-the two is hidden except for filling and draining the pipeline. `load_limit` protects texts outside
-of the sample, where one late rank delays the whole group.
+The cost of a placement for one layer is the time of its busiest rank or of its link, whichever is
+longer (docs/notation.md, "Placement"). The shorter of the two is hidden except for filling and
+draining the pipeline. `load_limit` protects texts outside of the sample, where one late rank delays
+the whole group.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ class Objective(NamedTuple):
     ranks: int
 
     def price(self, copies: Floats | float, busiest: Floats | float) -> Floats:
-        """Return J for each; busiest: pairs of the busiest rank."""
+        """Return the cost for each; busiest: pairs of the busiest rank."""
         link = np.asarray(copies) * (self.costs.copy / self.tokens)
         compute = np.asarray(busiest) * (self.costs.pair / self.tokens)
         price = np.maximum(link, compute) + HIDDEN * np.minimum(link, compute)
@@ -194,11 +190,11 @@ class Layout:
 
     def _sums(self, rows: Ints) -> Sums:
         slots_MK, weights_M = self.slots_MK[rows], self.sample.weights_M[rows]
-        sums = sums_of(slots_MK, weights_M, self.ranks_S, self.ranks)
+        tokens = _tokens(slots_MK, weights_M, self.ranks_S, self.ranks)
+        sums = _sums_of(tokens, len(self.ranks_S))
         if not self.replicated:
             return sums
-        sets_MK, holds_ER = self.sample.sets_MK[rows], self.slot_table() >= 0
-        return with_replicas(sums, sets_MK, slots_MK, weights_M, self.ranks_S, holds_ER)
+        return _with_replicas(sums, tokens, self.sample.sets_MK[rows], self.slot_table() >= 0)
 
 
 def totals(which: Ints, values: Array, count: int) -> Floats:
@@ -237,10 +233,10 @@ class _Tokens(NamedTuple):
     alone_MK: Floats
 
 
-def sums_of(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> Sums:
-    """Return the sums of tokens served by these slots, without those for replicas."""
-    tokens = _tokens(slots_MK, weights_M, ranks_S, ranks)
-    K, S = slots_MK.shape[1], len(ranks_S)
+def _sums_of(tokens: _Tokens, S: int) -> Sums:
+    """Return the sums of tokens, without those for replicas."""
+    slots_MK, weights_M = tokens.slots_MK, tokens.weights_M
+    K, ranks = slots_MK.shape[1], tokens.here_MR.shape[1]
     new_MR = ~tokens.here_MR * weights_M[:, None]
     both_MKK = slots_MK[:, :, None] * S + slots_MK[:, None, :]
     none = np.zeros(0)
@@ -256,22 +252,19 @@ def sums_of(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> Sum
     )
 
 
-def with_replicas(
-    sums: Sums, sets_MK: Ints, slots_MK: Ints, weights_M: Floats, ranks_S: Ints, holds_ER: Bools
-) -> Sums:
+def _with_replicas(sums: Sums, tokens: _Tokens, sets_MK: Ints, holds_ER: Bools) -> Sums:
     """Return `sums` with those for replicas."""
-    E, R = holds_ER.shape
-    tokens = _tokens(slots_MK, weights_M, ranks_S, R)
+    (E, R), slots_MK = holds_ER.shape, tokens.slots_MK
     other_MKR = np.broadcast_to(tokens.here_MR[:, None, :], (*slots_MK.shape, R)).copy()
     np.put_along_axis(other_MKR, tokens.ranks_MK[:, :, None], False, axis=2)
     alone_MKR = tokens.alone_MK[:, :, None]
-    weight_MK = np.repeat(weights_M, slots_MK.shape[1]).reshape(slots_MK.shape)
+    weight_MK = np.repeat(tokens.weights_M, slots_MK.shape[1]).reshape(slots_MK.shape)
     joined_MKR = alone_MKR * other_MKR
     free_MKR = np.where(other_MKR, weight_MK[:, :, None], alone_MKR)
     near_MK = (holds_ER[sets_MK] & other_MKR).any(2)
     given_MK = np.where(near_MK, -tokens.alone_MK, weight_MK - tokens.alone_MK)
     return sums._replace(
-        give_S=totals(slots_MK, given_MK, len(ranks_S)),
+        give_S=totals(slots_MK, given_MK, len(sums.pairs_S)),
         join_ER=_by_rank(sets_MK, joined_MKR, E),
         may_ER=_by_rank(sets_MK, free_MKR, E),
     )

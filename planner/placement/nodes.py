@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from contracts.placement import bounds_of
 from planner.arrays import Bools, Floats, Ints
-from planner.placement.alignment import aligned
+from planner.placement.alignment import aligned, regrouped
 from planner.placement.layout import HomeRanks, Layout, Objective, usual_costs
 from planner.placement.routing import LayerRouting, TokenCounts, batches_of_ranks, measure
 from planner.placement.search import descend, improved
@@ -147,8 +146,7 @@ def _exchanged(
             after = levels.row_time(levels.copies(sent_TR[:, other_R]))
             if after < now - 1e-9:
                 source_R, now, is_better = other_R, after, True
-    groups = [line[low:high] for low, high in bounds_of(slots_per_rank)]
-    return tuple(itertools.chain.from_iterable(groups[group] for group in source_R))
+    return regrouped(line, source_R, slots_per_rank)
 
 
 def _divided(

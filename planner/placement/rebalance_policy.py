@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from contracts.config import PlacementConfig
 from contracts.placement import Placement
-from planner.placement.layout import Objective, PlacementCosts
-from planner.placement.routing import WINDOW_S, LayerRouting, WindowRouting, measure
-from planner.placement.slots import Line, layer_slots, moved
+from planner.placement.layout import PlacementCosts
+from planner.placement.routing import WINDOW_S, WindowRouting, line_price
+from planner.placement.slots import Line, moved
 from planner.placement.solve import solve_layer
 
 LEAST_TOKENS = 1024  # sampled tokens: placing 16 experts is then within 1 % of the whole sample
@@ -90,7 +90,10 @@ def find_rebalance_step(
     chosen = _within(found, most)
     if not chosen:
         return None
-    whole_ms = sum(prices.of_line(routing.layer(p), current, n) for p, n in enumerate(layers))
+    lines, slots = current.expert_of_slot, current.slots_per_rank
+    whole_ms = sum(
+        line_price(routing.layer(p), lines[n], slots, prices) for p, n in enumerate(layers)
+    )
     gain_fraction = sum(each.saved_ms for each in chosen) / whole_ms
     is_whole = reached and len(chosen) == len(found) and all(sum(c.loads) < most for c in chosen)
     return _step(current, chosen, generation, is_whole, gain_fraction, costs.expert_bytes)
@@ -121,31 +124,13 @@ def _step(
     )
 
 
-class _LayerPricer(NamedTuple):
-    """Price of a layer in ms per token."""
-
-    costs: PlacementCosts
-    top_k: int
-    ranks: int
-
-    def of_line(self, routing: LayerRouting, placement: Placement, layer: int) -> float:
-        return self.of(routing, placement.expert_of_slot[layer], placement.slots_per_rank)
-
-    def of(self, routing: LayerRouting, line: Line, slots_per_rank: Sequence[int]) -> float:
-        measured = measure(routing, layer_slots(line, slots_per_rank))
-        objective = Objective(self.costs, 1.0, float(self.top_k), self.ranks)
-        return float(objective.price(measured.copies, measured.load * self.top_k / self.ranks))
-
-
-def _prices(routing: WindowRouting, current: Placement, costs: MoveCosts) -> _LayerPricer:
-    """Return the pricer. Without measurements, links and experts share the busy time equally."""
+def _prices(routing: WindowRouting, current: Placement, costs: MoveCosts) -> PlacementCosts:
+    """Return costs in ms. Without measurements, links and experts share the busy time equally."""
     layers, top_k = routing.paths_PLK.shape[1:]
     if costs.pair_ms is not None and costs.copy_ms is not None:
-        prices = PlacementCosts(costs.pair_ms, costs.copy_ms, LOAD_LIMIT)
-        return _LayerPricer(prices, top_k, current.ranks)
+        return PlacementCosts(costs.pair_ms, costs.copy_ms, LOAD_LIMIT)
     busy_ms = 1e3 * BUSY_FRACTION / max(routing.tokens_per_s, 1.0) / layers
-    pair_ms = busy_ms * current.ranks / top_k
-    return _LayerPricer(PlacementCosts(pair_ms, busy_ms, LOAD_LIMIT), top_k, current.ranks)
+    return PlacementCosts(busy_ms * current.ranks / top_k, busy_ms, LOAD_LIMIT)
 
 
 def _solve_layer(
@@ -153,20 +138,20 @@ def _solve_layer(
     position: int,
     current: Placement,
     layer: int,
-    prices: _LayerPricer,
+    prices: PlacementCosts,
     max_moves: int,
 ) -> _LayerMove | None:
     """Return the move of one layer, or None if it stays unchanged."""
     slots, before = current.slots_per_rank, current.expert_of_slot[layer]
     line = solve_layer(
-        routing.layer(position), slots, costs=prices.costs, start=before, max_moves=max_moves
+        routing.layer(position), slots, costs=prices, start=before, max_moves=max_moves
     )
     if line == before:
         return None
     saved, gains = list[float](), list[float]()
     for newer in (False, True):
         half = routing.half(newer=newer).layer(position)
-        before_ms, after_ms = prices.of(half, before, slots), prices.of(half, line, slots)
+        before_ms, after_ms = (line_price(half, each, slots, prices) for each in (before, line))
         saved.append(before_ms - after_ms)
         gains.append(saved[-1] / before_ms)
     return _LayerMove(layer, line, sum(saved) / 2, min(gains), moved(before, line, slots))

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.arrays import Array, Bools, Floats, Ints
-from planner.placement.layout import totals
-from planner.placement.slots import LayerSlots
+from planner.placement.layout import Objective, PlacementCosts, totals
+from planner.placement.slots import LayerSlots, Line, layer_slots
 
 BATCH_TOKENS = 2048  # of a batch
 
@@ -75,6 +75,16 @@ def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
         float(pairs_R.max() / pairs_R.mean()) if tokens else 1.0,
         float(np.mean(batch_loads)) if batch_loads else 1.0,
     )
+
+
+def line_price(
+    routing: LayerRouting, line: Line, slots_per_rank: Sequence[int], costs: PlacementCosts
+) -> float:
+    """Return the time of a layer under a placement on the sample, per token."""
+    ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
+    measured = measure(routing, layer_slots(line, slots_per_rank))
+    objective = Objective(costs, 1.0, float(top_k), ranks)
+    return float(objective.price(measured.copies, measured.load * top_k / ranks))
 
 
 def local_fraction(routing: LayerRouting, placed: LayerSlots, rank_of_id_V: Ints) -> float:

@@ -22,7 +22,7 @@ from planner.placement.layout import (
     totals,
     usual_costs,
 )
-from planner.placement.routing import LayerRouting, TokenCounts, local_share, measure
+from planner.placement.routing import LayerRouting, TokenCounts, line_price, local_share, measure
 from planner.placement.search import descend, fill, improved, starts
 from planner.placement.slots import (
     Line,
@@ -165,14 +165,11 @@ def _select_better(
     following: bool,
 ) -> Line:
     """Return `after` if it is better on the held-out sample, otherwise `before`."""
-    was, now = (measure(kept, layer_slots(line, slots_per_rank)) for line in (before, after))
-    tokens, top_k = kept.sets_PK.shape
-    objective = Objective(costs, 1.0, float(top_k), len(slots_per_rank))
-    mean = top_k / len(slots_per_rank)
-    price_was, price_now = (float(objective.price(m.copies, m.load * mean)) for m in (was, now))
+    if not len(kept.sets_PK):
+        return before
+    was, now = (line_price(kept, line, slots_per_rank, costs) for line in (before, after))
     moves = sum(moved(before, after, slots_per_rank)) if following else 0
-    is_better = tokens and price_now < price_was * (1 - moves * costs.move)
-    return after if is_better else before
+    return after if now < was * (1 - moves * costs.move) else before
 
 
 HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run is held out

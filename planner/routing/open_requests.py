@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from contracts.requests import Priority
 from contracts.routing_messages import OpenRequest, Prompt, RequestKey
@@ -73,16 +74,10 @@ def _latent_work(shape: ModelShape, per_token: int) -> RequestWork:
     return flops
 
 
-class _Open:
-    __slots__ = ("done_tokens", "in_progress", "prompt", "remaining", "started", "until_tokens")
-
-    def __init__(self, request: OpenRequest, remaining: int, in_progress: int) -> None:
-        self.prompt = request.prompt
-        self.done_tokens = request.done_tokens
-        self.until_tokens = request.until_tokens
-        self.started = request.started
-        self.remaining = remaining
-        self.in_progress = in_progress
+class _Open(NamedTuple):
+    request: OpenRequest
+    remaining: int
+    in_progress: int
 
 
 class RequestTotals:
@@ -121,16 +116,14 @@ class OpenRequests:
         return self._totals[priority]
 
     def remaining(self, key: RequestKey) -> int:
-        """Return the remaining work of an open request."""
         return self._entry(key).remaining
 
     def entries(self) -> Iterator[OpenRequest]:
-        """Yield the requests in order of arrival; `add` rebuilds the state from them."""
-        for entry in self._requests.values():
-            yield OpenRequest(entry.prompt, entry.done_tokens, entry.started, entry.until_tokens)
+        """Return the requests in order of arrival; `add` rebuilds the state from them."""
+        return (entry.request for entry in self._requests.values())
 
     def prompts(self) -> list[Prompt]:
-        return [entry.prompt for entry in self._requests.values()]
+        return [entry.request.prompt for entry in self._requests.values()]
 
     def open(self, prompt: Prompt, done_tokens: int) -> None:
         """Add a request of which `done_tokens` are expected to be cached."""
@@ -140,32 +133,33 @@ class OpenRequests:
         key = request.prompt.key
         if key in self._requests:
             raise ValueError(f"request {tuple(key)} is already open on this worker")
-        remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
-        in_progress = self._in_progress(request.done_tokens, request.until_tokens)
-        entry = self._requests[key] = _Open(request, remaining, in_progress)
-        self._count(entry, 1)
+        self._put(request)
 
     def advance(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
         """Set the tokens that are done, and the end of what a running batch computes."""
         entry = self._entry(key)
-        if max(done_tokens, until_tokens) > entry.prompt.prompt_tokens:
+        prompt = entry.request.prompt
+        if max(done_tokens, until_tokens) > prompt.prompt_tokens:
             raise ValueError(
                 f"request {tuple(key)}: done_tokens={done_tokens}, until_tokens={until_tokens} of "
-                f"a prompt of {entry.prompt.prompt_tokens} tokens"
+                f"a prompt of {prompt.prompt_tokens} tokens"
             )
         self._count(entry, -1)
-        entry.started = True
-        entry.done_tokens, entry.until_tokens = done_tokens, until_tokens
-        entry.remaining = self._work(done_tokens, entry.prompt.prompt_tokens)
-        entry.in_progress = self._in_progress(done_tokens, until_tokens)
-        self._count(entry, 1)
+        self._put(OpenRequest(prompt, done_tokens, True, until_tokens))
 
     def close(self, key: RequestKey) -> Prompt:
         """Remove an ended request."""
         entry = self._entry(key)
         self._count(entry, -1)
         del self._requests[key]
-        return entry.prompt
+        return entry.request.prompt
+
+    def _put(self, request: OpenRequest) -> None:
+        done, until = request.done_tokens, request.until_tokens
+        remaining = self._work(done, request.prompt.prompt_tokens)
+        in_progress = self._work(done, until) if until > done else 0
+        entry = self._requests[request.prompt.key] = _Open(request, remaining, in_progress)
+        self._count(entry, 1)
 
     def _entry(self, key: RequestKey) -> _Open:
         entry = self._requests.get(key)
@@ -173,10 +167,7 @@ class OpenRequests:
             raise ValueError(f"request {tuple(key)} is not open on this worker")
         return entry
 
-    def _in_progress(self, done_tokens: int, until_tokens: int) -> int:
-        return self._work(done_tokens, until_tokens) if until_tokens > done_tokens else 0
-
     def _count(self, entry: _Open, sign: int) -> None:
         for priority, totals in self._totals.items():
-            if entry.prompt.priority <= priority:
+            if entry.request.prompt.priority <= priority:
                 totals.count(entry, sign)

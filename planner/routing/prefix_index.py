@@ -60,7 +60,6 @@ class PendingBlocks:
                 self._drop(run, worker)
 
     def clear(self, worker: int) -> None:
-        """Remove all chains of a worker."""
         for run in list(self._runs.values()):
             if worker in run.workers:
                 self._drop(run, worker)

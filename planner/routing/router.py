@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.routing.open_requests import OpenRequests, RequestWork
+from planner.routing.open_requests import OpenRequests, RequestTotals, RequestWork
 from planner.routing.prefix_index import PendingBlocks, PrefixIndex
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import WorkerState, usable_tokens
@@ -105,13 +105,11 @@ class Router:
 
     def load(self, worker: int, visible_to: Priority = Priority.BE) -> int:
         """Return the work of open and unaccepted requests that the class waits for."""
-        books = self._states[worker].requests, self._unaccepted[worker]
-        return sum(open_requests.visible_to(visible_to).load for open_requests in books)
+        return sum(totals.load for totals in self._totals(worker, visible_to))
 
     def queued(self, worker: int, visible_to: Priority = Priority.BE) -> int:
         """Return `load` without the work in running batches."""
-        books = self._states[worker].requests, self._unaccepted[worker]
-        return sum(open_requests.visible_to(visible_to).queued for open_requests in books)
+        return sum(totals.queued for totals in self._totals(worker, visible_to))
 
     def threshold(self, worker: int) -> int:
         """Return the queued work from which on the worker is saturated: its next batch is full."""
@@ -242,18 +240,21 @@ class Router:
         added: int,
         held: Sequence[OpenRequests] | None,
     ) -> RouteCandidate:
-        books = [self._states[worker].requests, self._unaccepted[worker]]
+        books = self._totals(worker, priority)
         if held is not None:
-            books.append(held[worker])
-        per_book = [open_requests.visible_to(priority) for open_requests in books]
+            books.append(held[worker].visible_to(priority))
         return RouteCandidate(
             worker=worker,
             matched_blocks=matched_blocks,
             added=added,
-            load=sum(totals.load for totals in per_book),
-            queued=sum(totals.queued for totals in per_book),
+            load=sum(totals.load for totals in books),
+            queued=sum(totals.queued for totals in books),
             threshold=self._thresholds[worker],
         )
+
+    def _totals(self, worker: int, visible_to: Priority) -> list[RequestTotals]:
+        books = self._states[worker].requests, self._unaccepted[worker]
+        return [open_requests.visible_to(visible_to) for open_requests in books]
 
     def _match(self, worker: int, prompt: Prompt) -> int:
         committed = self._committed.match(worker, prompt.hashes)

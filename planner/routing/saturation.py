@@ -43,28 +43,17 @@ def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:
     return (length,) * whole + ((rest,) if rest else ())
 
 
-def calibrated_threshold(
-    calibration: Calibration, work: RequestWork, margin_fraction: float = MARGIN_FRACTION
-) -> int:
-    """Return the threshold of a reference pass (Eq. 3): (1 + gamma) * t_max / t_0 * F_ref.
-
-    F_ref uses the router's own `work`, so threshold and load have one unit.
-    """
-    stretch = calibration.slowest_layer_s / calibration.first_layer_s
-    return _threshold(stretch, calibration.reference_prompts, work, margin_fraction)
-
-
 def threshold(config: SaturationConfig, work: RequestWork, calibration: Calibration | None) -> int:
-    """Return the threshold: pinned, else calibrated, else Eq. 3 with t_max / t_0 = 1."""
+    """Return the threshold: pinned, or (1 + gamma) * t_max / t_0 * F_ref (Eq. 3).
+
+    t_max / t_0: of a reference pass, 1 without any. F_ref uses the router's own `work`, so
+    threshold and load have one unit.
+    """
     if config.pinned is not None:
         return config.pinned
-    if calibration is None:
-        return _threshold(1.0, config.fallback_prompts, work, config.margin_fraction)
-    return calibrated_threshold(calibration, work, config.margin_fraction)
-
-
-def _threshold(
-    stretch: float, prompts: tuple[int, ...], work: RequestWork, margin_fraction: float
-) -> int:
+    stretch, prompts = 1.0, config.fallback_prompts
+    if calibration is not None:
+        stretch = calibration.slowest_layer_s / calibration.first_layer_s
+        prompts = calibration.reference_prompts
     reference = sum(work(0, tokens) for tokens in prompts)
-    return max(1, math.ceil((1 + margin_fraction) * stretch * reference))
+    return max(1, math.ceil((1 + config.margin_fraction) * stretch * reference))

@@ -72,31 +72,25 @@ class WorkerState:
         self.number = report.number
         if report.calibration is not None:
             self.calibration = report.calibration
-        self._apply_requests(report)
-        self._committed.update(dict.fromkeys(report.stored))
-        for digest in report.evicted:
-            self._committed.pop(digest, None)
-        return self._end(report)
-
-    def _is_old(self, epoch: int, number: int) -> bool:
-        return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)
-
-    def _apply_requests(self, report: WorkerReport) -> None:
         for prompt in report.accepted:
             blocks = self.match(prompt.hashes)
             self._add(OpenRequest(prompt, usable_tokens(prompt, blocks, self._block_tokens), False))
         for progress in report.progress:
             self.requests.advance(progress.key, progress.done_tokens, progress.until_tokens)
-
-    def _add(self, request: OpenRequest) -> None:
-        self.requests.add(request)
-        self._pending.add(_SELF, request.prompt.hashes)
-
-    def _end(self, report: WorkerReport) -> list[Prompt]:
+        self._committed.update(dict.fromkeys(report.stored))
+        for digest in report.evicted:
+            self._committed.pop(digest, None)
         ended = [self.requests.close(key) for key in report.ended]
         for prompt in ended:
             self._pending.remove(_SELF, prompt.hashes)
         return ended
+
+    def _is_old(self, epoch: int, number: int) -> bool:
+        return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)
+
+    def _add(self, request: OpenRequest) -> None:
+        self.requests.add(request)
+        self._pending.add(_SELF, request.prompt.hashes)
 
     def lose(self) -> None:
         """Mark the worker as dead, until report 0 or a snapshot of a later epoch."""

@@ -28,7 +28,7 @@ from planner.costs.prefill_modes import (
     PARTS,
     LayerMs,
     PrefillGroup,
-    exchange_model,
+    exchange_ms,
     exchanged_ms,
     gather_ms,
     gathered_ms,
@@ -143,8 +143,7 @@ def _colocated(workload: Workload) -> Alternative:
         makespan_ms = shape.moe_layers * sum(each_ms) / len(each_ms)
         exposed = 1.0 - parts * sum(layer.compute for layer in times) / sum(each_ms)
         note = f"{part * parts} samples a device" + (", two half-batches" if parts == 2 else "")
-        found = _alternative(name, workload, part * parts, makespan_ms, exposed)
-        found = found._replace(note=note)
+        found = _alternative(name, workload, part * parts, makespan_ms, exposed, note)
         if best is None or found.samples_per_s > best.samples_per_s:
             best = found
     assert best is not None
@@ -156,11 +155,9 @@ def _colocated_ms(
 ) -> LayerMs:
     compute = _compute(workload, deployment, spread)
     if workload.devices == 1:
-        return LayerMs(compute.layer_ms(samples), 0.0)
-    group, me = prefill_group(workload), samples * compute.tokens_per_expert
-    a2e = exchange_model(group.a2e, group, spread, back=False)
-    e2a = exchange_model(group.e2a, group, spread, back=True)
-    return LayerMs(compute.layer_ms(samples), a2e.at(me) + e2a.at(me))
+        return LayerMs(compute.layer_ms(samples), 0.0)  # the hardware may have no links
+    moved_ms = exchange_ms(prefill_group(workload), spread, samples * compute.tokens_per_expert)
+    return LayerMs(compute.layer_ms(samples), moved_ms)
 
 
 def _weight_gathering(workload: Workload) -> Alternative:
@@ -184,11 +181,10 @@ def _weight_gathering(workload: Workload) -> Alternative:
         moved_ms = gather_ms(any_split(workload, "a2e"), devices, layer_bytes)
     makespan_ms = gathered_ms(shape.moe_layers, LayerMs(compute_ms, moved_ms))
     exposed = 1.0 - shape.moe_layers * compute_ms / makespan_ms
-    found = _alternative(name, workload, samples, makespan_ms, exposed)
-    return found._replace(
-        note=f"{samples} samples a device, gather {moved_ms:.3g} ms a layer, "
-        f"compute {compute_ms:.3g} ms"
+    note = (
+        f"{samples} samples a device, gather {moved_ms:.3g} ms a layer, compute {compute_ms:.3g} ms"
     )
+    return _alternative(name, workload, samples, makespan_ms, exposed, note)
 
 
 def prefill_group(workload: Workload) -> PrefillGroup:
@@ -225,7 +221,7 @@ def _fitting(workload: Workload, weight_bytes: float, sample_bytes: float) -> in
 
 
 def _alternative(
-    name: str, workload: Workload, samples: int, makespan_ms: float, exposed: float
+    name: str, workload: Workload, samples: int, makespan_ms: float, exposed: float, note: str
 ) -> Alternative:
     makespan_ms += serving_ms(
         workload.hardware,
@@ -235,7 +231,7 @@ def _alternative(
         tokens=samples * workload.sequence_tokens,
     )
     per_s = 1e3 * workload.devices * samples / makespan_ms
-    return Alternative(name, per_s, makespan_ms, samples, max(0.0, exposed), "")
+    return Alternative(name, per_s, makespan_ms, samples, max(0.0, exposed), note)
 
 
 def _does_not_fit(name: str, weight_bytes: float, workload: Workload) -> Alternative:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
-from planner.costs.exchange_volume import BatchWork, GroupRates, alone_seconds, shared_seconds
+from planner.costs.exchange_volume import ExchangeScheme, moved_rows
 from planner.scheduling.measured_rates import TaskTimes
 
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
 _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
+COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
+
+
+class BatchWork(NamedTuple):
+    """A batch: its new tokens, the FLOPs and the number of layers. row_bytes: of a token."""
+
+    tokens: int
+    flops: int
+    layers: int
+    row_bytes: int
 
 
 class BatchChoice:
@@ -25,27 +36,44 @@ class BatchChoice:
         self._unmeasured = {"alone", "shared"}
 
     def alone_s(self, batch: BatchWork, copy_s: float) -> float:
-        """Return the expected seconds on one worker; 0 before a batch was measured."""
-        return alone_seconds(batch, self._rates(batch, copy_s)) if self._flops_per_s else 0.0
+        """Return the expected seconds on one worker; 0 before a batch was measured.
+
+        A layer takes no less than the copy of the next one's experts, copy_s; 0: all are resident.
+        """
+        if not self._flops_per_s:
+            return 0.0
+        compute_s = batch.flops / self._flops_per_s
+        modelled_s = compute_s / batch.layers + (batch.layers - 1) * copy_s
+        return self._measured_s("alone", batch) or max(compute_s, modelled_s)
 
     def gain_s(self, batch: BatchWork, copy_s: float, mean_row: float) -> float:
         """Return the expected gain; not positive before a batch was measured alone.
 
-        copy_s, mean_row: as in `GroupRates`.
+        mean_row: time of a row over a link, in times of one inside a node.
         """
         if not self._flops_per_s:
             return 0.0
-        rates = self._rates(batch, copy_s, mean_row)
-        alone_s = alone_seconds(batch, rates)
-        if rates.shared_s >= alone_s:
+        alone_s, shared_s = self.alone_s(batch, copy_s), self._measured_s("shared", batch)
+        if shared_s >= alone_s:
             self._forget(batch)
-        return alone_s - shared_seconds(batch, rates, self._workers)
+        return alone_s - (shared_s or self._modelled_s(batch, mean_row))
 
-    def _rates(self, batch: BatchWork, copy_s: float, mean_row: float = 1.0) -> GroupRates:
-        alone_s, shared_s = (
-            self._times.predict(kind, batch.tokens) * batch.flops for kind in ("alone", "shared")
-        )
-        return GroupRates(self._flops_per_s, copy_s, alone_s, shared_s, mean_row)
+    def _measured_s(self, kind: str, batch: BatchWork) -> float:
+        """Return the seconds of batches of this size; 0: not measured yet."""
+        return self._times.predict(kind, batch.tokens) * batch.flops
+
+    def _modelled_s(self, batch: BatchWork, mean_row: float) -> float:
+        """Return the seconds on all workers.
+
+        Computing time is divided and rows travel, at most those of tokens that all have experts
+        elsewhere.
+        """
+        workers = self._workers
+        rows = moved_rows(ExchangeScheme.SHUFFLED, workers, workers - 1)
+        rows = rows * batch.tokens * batch.layers
+        moved_s = rows * batch.row_bytes * mean_row / workers / BYTES_PER_S
+        moved_s += COLLECTIVES * COLLECTIVE_S * batch.layers
+        return batch.flops / self._flops_per_s / workers + moved_s
 
     def _forget(self, batch: BatchWork) -> None:
         """Forget a time of all workers that has kept batches from them for long."""

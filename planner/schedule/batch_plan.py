@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -125,15 +124,8 @@ LEAST_GAIN = 0.1  # of the makespan; stage models are no more accurate than this
 ChunkTime = Callable[[int, int], float]
 
 
-class NewTokens(NamedTuple):
-    """New tokens [start, stop) of a sequence; those before are cached."""
-
-    start: int
-    stop: int
-
-
 def plan_batch(
-    spec: PlanSpec, sequences: Sequence[NewTokens], chunk_ms: ChunkTime, *, beyond: bool = False
+    spec: PlanSpec, sequences: Chunks, chunk_ms: ChunkTime, *, beyond: bool = False
 ) -> PlannedBatch:
     """Return the plan that finishes `sequences` soonest; its `samples` counts sequences.
 
@@ -153,14 +145,13 @@ def plan_batch(
     return search(spec, cuts, late_shared=beyond)
 
 
-def _check(spec: PlanSpec, sequences: Sequence[NewTokens]) -> None:
-    for index, sequence in enumerate(sequences):
-        if not 0 <= sequence.start < sequence.stop:
+def _check(spec: PlanSpec, sequences: Chunks) -> None:
+    for index, (start, stop) in enumerate(sequences):
+        if not 0 <= start < stop:
             raise ValueError(
-                f"sequences[{index}]: tokens [{sequence.start}, {sequence.stop}): "
-                "give at least one new token"
+                f"sequences[{index}]: tokens [{start}, {stop}): give at least one new token"
             )
-    tokens = sum(sequence.stop - sequence.start for sequence in sequences)
+    tokens = count_tokens(sequences)
     if not 1 <= tokens <= spec.max_samples:
         raise ValueError(
             f"sequences have {tokens} new tokens: give from 1 to max_samples={spec.max_samples}"
@@ -169,7 +160,7 @@ def _check(spec: PlanSpec, sequences: Sequence[NewTokens]) -> None:
 
 def _cuts(
     spec: PlanSpec,
-    sequences: Sequence[NewTokens],
+    sequences: Chunks,
     chunk_ms: ChunkTime,
     all_ends: Sequence[tuple[float, ...]],
 ) -> Iterator[Cut]:
@@ -189,9 +180,7 @@ def _cuts(
                 yield Cut(plan, pieces, len(sequences))
 
 
-def _ranges(
-    sequences: Sequence[NewTokens], chunk_ms: ChunkTime
-) -> set[tuple[tuple[int, int], ...]]:
+def _ranges(sequences: Chunks, chunk_ms: ChunkTime) -> set[tuple[tuple[int, int], ...]]:
     attention_ms = [chunk_ms(*sequence) for sequence in sequences]
     tokens = [float(stop - start) for start, stop in sequences]
     return {
@@ -203,15 +192,15 @@ def _ranges(
 
 
 def _pieces(
-    spec: PlanSpec, group: Sequence[NewTokens], chunk_ms: ChunkTime, ends: tuple[float, ...]
+    spec: PlanSpec, group: Chunks, chunk_ms: ChunkTime, ends: tuple[float, ...]
 ) -> list[Piece]:
     """Return the group's chunks in order; one piece without chunks."""
     bounds = [chunk_bounds(stop - start, ends) for start, stop in group]
     pieces = []
     for chunk in range(len(ends)):
         parts = [
-            (sequence.start + cuts[chunk][0], sequence.start + cuts[chunk][1])
-            for sequence, cuts in zip(group, bounds, strict=True)
+            (start + cuts[chunk][0], start + cuts[chunk][1])
+            for (start, _), cuts in zip(group, bounds, strict=True)
         ]
         tokens = count_tokens(parts)
         attention_ms = sum(chunk_ms(start, stop) for start, stop in parts if stop > start)
@@ -224,8 +213,7 @@ def planned_batch(
     spec: PlanSpec, batch: Chunks, chunk_ms: ChunkTime, *, beyond: bool = False
 ) -> PlannedBatch:
     """Return the best plan, or no cut if that gains little. Raises ValueError like `plan_batch`."""
-    sequences = [NewTokens(start, stop) for start, stop in batch]
-    planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
+    planned = plan_batch(spec, batch, chunk_ms, beyond=beyond)
     uncut = uncut_batch(spec, batch, chunk_ms)
     return uncut if planned.makespan_ms > (1 - LEAST_GAIN) * uncut.makespan_ms else planned
 
@@ -245,4 +233,4 @@ def replayed_ms(
         tokens = count_tokens(batch)
         attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
         pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
-    return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))
+    return makespan_ms(schedule_of_pieces(spec, plan, pieces))

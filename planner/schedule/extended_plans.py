@@ -58,7 +58,7 @@ def search(
             break
         cut = cuts[candidate.cut]
         for plan in _orders(spec, cut, candidate.r2, late_shared=late_shared):
-            schedule = schedule_of_pieces(spec, plan, cut.pieces, cut.samples)
+            schedule = schedule_of_pieces(spec, plan, cut.pieces)
             planned = PlannedBatch(plan, makespan_ms(schedule), cut.samples)
             if best is None or planned.samples_per_s > best.samples_per_s * (1 + 1e-12):
                 best = planned

@@ -26,16 +26,12 @@ class MicroBatchTimes(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Tasks of every layer and their order on the attention group.
-
-    samples: of one attention rank per makespan.
-    """
+    """Tasks of every layer and their order on the attention group."""
 
     micro_batches: tuple[MicroBatchTimes, ...]
     num_layers: int
     order: Order
     shared_lag: int
-    samples: int
 
 
 class Piece(NamedTuple):
@@ -46,19 +42,20 @@ class Piece(NamedTuple):
     amount: float
 
 
-def schedule_of(spec: PlanSpec, plan: Plan, samples: int | None = None) -> Schedule:
+def schedule_of(spec: PlanSpec, plan: Plan) -> Schedule:
     """Return the schedule of `plan`. Raises ValueError if the spec lacks what the plan needs.
 
-    Without `plan.micro_batch_samples`, micro-batches have `plan.ma` samples each, the last fewer if
-    `samples` ends earlier (default: all are full).
+    Without `plan.micro_batch_samples`, micro-batches have `plan.ma` samples each.
     """
-    sizes = plan.micro_batch_samples or _sizes(plan, samples)
-    return schedule_of_pieces(spec, plan, pieces_of(spec, plan, sizes), sum(sizes))
+    sizes = plan.micro_batch_samples
+    if not sizes:
+        if plan.ma is None:
+            raise ValueError("ma is missing: a plan without micro_batch_samples needs it")
+        sizes = (plan.ma,) * (plan.r1 // max(1, len(plan.sequence_chunks)))
+    return schedule_of_pieces(spec, plan, pieces_of(spec, plan, sizes))
 
 
-def schedule_of_pieces(
-    spec: PlanSpec, plan: Plan, pieces: Sequence[Piece], samples: int
-) -> Schedule:
+def schedule_of_pieces(spec: PlanSpec, plan: Plan, pieces: Sequence[Piece]) -> Schedule:
     """Return the schedule of `plan` with the given micro-batches."""
     return Schedule(
         tuple(
@@ -70,23 +67,12 @@ def schedule_of_pieces(
         spec.num_layers,
         plan.order,
         plan.shared_lag,
-        samples,
     )
 
 
 def pieces_of(spec: PlanSpec, plan: Plan, sizes: Sequence[int]) -> list[Piece]:
     """Return micro-batches of `sizes` samples, each cut into the plan's chunks."""
     return [piece for size in sizes for piece in _chunks(spec, plan, size)]
-
-
-def _sizes(plan: Plan, samples: int | None) -> tuple[int, ...]:
-    if plan.ma is None:
-        raise ValueError("ma is missing: a plan without micro_batch_samples needs it")
-    count = plan.r1 // max(1, len(plan.sequence_chunks))
-    last = plan.ma if samples is None else samples - plan.ma * (count - 1)
-    if not 1 <= last <= plan.ma:
-        raise ValueError(f"samples={samples} do not fill r1={plan.r1} of ma={plan.ma}")
-    return (plan.ma,) * (count - 1) + (last,)
 
 
 def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:

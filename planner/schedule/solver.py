@@ -43,10 +43,7 @@ def layer_times(
 
 
 def asas_makespan(times: LayerTimes, r1: Values, num_layers: int) -> Any:
-    """Return the makespan under ASAS (FinDEP Eq. 13, with (r2 - 1)*Y counted once).
-
-    (T - 1) * max(G, r1*F) + max(X, G) + (r1 - 1)*F
-    """
+    """Return the makespan under ASAS (FinDEP Eq. 13, with (r2 - 1)*Y counted once)."""
     x, g = times.attention + times.shared, times.attention + times.trip
     f = np.maximum(x, times.period)
     return (num_layers - 1) * np.maximum(g, r1 * f) + np.maximum(x, g) + (r1 - 1) * f
@@ -69,9 +66,7 @@ def aass_makespan(times: LayerTimes, r1: Values, num_layers: int) -> Any:
 
     from u = 0, d = -inf. A power of this 2x2 matrix is the heaviest walk of that many steps, and
     round trips u -> d -> u weigh linearly in their number: none, or as many as possible. A walk
-    that ends in u is heaviest as T loops there. With B the heavier loop, C a round trip, k = T - 1:
-
-        max(T * r1*X,  a + Q + max(k*B, k//2 * C + k%2 * B) + (r1 - 1)*m)
+    that ends in u is heaviest as T loops there.
     """
     a, s, trip, _ = times
     spread = (r1 - 1) * np.maximum(a, times.period)
@@ -149,12 +144,8 @@ def solve(spec: PlanSpec) -> Solution:
     candidates = [_best(pairs, order, form) for order, form in forms.items()]
     best = max(candidates, key=lambda planned: planned.samples_per_s)
     _, bounds = minimise(pairs.objective(lower_bound), pairs.most_r2)
-    return Solution(
-        best,
-        _naive(pairs),
-        _pppipe(pairs),
-        best.samples * float((bounds / pairs.samples[:, 0]).min()),
-    )
+    least_ms = best.samples * float((bounds / pairs.samples[:, 0]).min())
+    return Solution(best, *_baselines(pairs), least_ms)
 
 
 class _Pairs:
@@ -228,14 +219,10 @@ def _best(pairs: _Pairs, order: Order, form: MakespanForm) -> PlannedBatch:
     return pairs.planned(order, index, int(r2[index]), float(makespans[index]))
 
 
-def _pppipe(pairs: _Pairs) -> PlannedBatch:
-    """Return PPPipe with its own best (ma, r1)."""
+def _baselines(pairs: _Pairs) -> tuple[PlannedBatch, PlannedBatch]:
+    """Return naive with its best ma, that of the first pair, and PPPipe with its best (ma, r1)."""
     makespans = pairs.objective(pppipe_makespan)(np.ones_like(pairs.ma))[:, 0]
-    index = int((makespans / pairs.samples[:, 0]).argmin())
-    return pairs.planned(Order.PPPIPE, index, 1, float(makespans[index]))
-
-
-def _naive(pairs: _Pairs) -> PlannedBatch:
-    """Return naive with its own best ma, the largest, which is the first pair."""
-    makespans = pairs.objective(pppipe_makespan)(np.ones_like(pairs.ma))[:, 0]
-    return pairs.planned(Order.NAIVE, 0, 1, float(makespans[0]))
+    best = int((makespans / pairs.samples[:, 0]).argmin())
+    kinds = ((Order.NAIVE, 0), (Order.PPPIPE, best))
+    naive, pppipe = (pairs.planned(order, n, 1, float(makespans[n])) for order, n in kinds)
+    return naive, pppipe

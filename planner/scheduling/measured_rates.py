@@ -35,9 +35,7 @@ class DrainRate:
     An exponential average with time constant MEMORY_S. Times must not decrease.
     """
 
-    def __init__(
-        self,
-    ) -> None:
+    def __init__(self) -> None:
         self._drained = self._waited_s = 0.0
         self._last_s: float | None = None  # None: no backlog
 

@@ -9,7 +9,9 @@ every other tenant plus one. A client that never returns only delays its own ten
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+Member = TypeVar("Member")
 
 MAX_RESERVATIONS = 4096
 GRACE_S = 5.0  # grace period, plus a fifth of the waiting time
@@ -33,19 +35,11 @@ class _ClientKey(NamedTuple):
     request: Hashable
 
 
-class _TenantReservations:
-    """Reservations of one tenant, oldest first."""
+class _Group(Generic[Member]):
+    """Requests of one tenant, or tenants with equally many; oldest first, with their total work."""
 
     def __init__(self) -> None:
-        self.requests: OrderedDict[Hashable, None] = OrderedDict()
-        self.amount = 0.0
-
-
-class _TenantsOfLength:
-    """Tenants with equally many reservations, and their total work."""
-
-    def __init__(self) -> None:
-        self.tenants: OrderedDict[bytes, None] = OrderedDict()
+        self.members: OrderedDict[Member, None] = OrderedDict()
         self.amount = 0.0
 
 
@@ -60,8 +54,8 @@ class RetryReservations:
     def __init__(self, most: int = MAX_RESERVATIONS) -> None:
         self._most = most
         self._reservations: OrderedDict[_ClientKey, _Reservation] = OrderedDict()
-        self._tenants: dict[bytes, _TenantReservations] = {}
-        self._by_length: dict[int, _TenantsOfLength] = {}  # by number of reservations
+        self._tenants: dict[bytes, _Group[Hashable]] = {}
+        self._by_length: dict[int, _Group[bytes]] = {}  # by number of reservations
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -69,11 +63,11 @@ class RetryReservations:
     def queued_ahead(self, tenant: bytes) -> ReservedWork:
         """Return the reserved work ahead of a new request of this tenant."""
         own = self._tenants.get(tenant)
-        most = 1 if own is None else 1 + len(own.requests)
+        most = 1 if own is None else 1 + len(own.members)
         requests, amount = 0, 0.0
         for length, peers in self._by_length.items():
             turns = min(length, most)
-            requests += turns * len(peers.tenants)
+            requests += turns * len(peers.members)
             amount += peers.amount * turns / length
         return ReservedWork(requests, amount)
 
@@ -83,13 +77,13 @@ class RetryReservations:
         """Reserve a retry in `in_s` seconds, with a grace period after it."""
         self.drop(tenant, request)
         while len(self._reservations) >= self._most:
-            largest_tenant = next(iter(self._by_length[max(self._by_length)].tenants))
-            self.drop(largest_tenant, next(iter(self._tenants[largest_tenant].requests)))
+            largest_tenant = next(iter(self._by_length[max(self._by_length)].members))
+            self.drop(largest_tenant, next(iter(self._tenants[largest_tenant].members)))
         at_s = now_s + in_s
         client = _ClientKey(tenant, request)
         self._reservations[client] = _Reservation(at_s, at_s + GRACE_S + in_s / 5, amount)
         own_reservations = self._take_tenant(tenant)
-        own_reservations.requests[request] = None
+        own_reservations.members[request] = None
         own_reservations.amount += amount
         self._put_tenant(tenant, own_reservations)
 
@@ -104,9 +98,9 @@ class RetryReservations:
         if reservation is None:
             return
         own_reservations = self._take_tenant(tenant)
-        del own_reservations.requests[request]
+        del own_reservations.members[request]
         own_reservations.amount -= reservation.amount
-        if own_reservations.requests:
+        if own_reservations.members:
             self._put_tenant(tenant, own_reservations)
 
     def expire(self, now_s: float) -> None:
@@ -117,24 +111,24 @@ class RetryReservations:
                 return
             self.drop(*client)
 
-    def _take_tenant(self, tenant: bytes) -> _TenantReservations:
+    def _take_tenant(self, tenant: bytes) -> _Group[Hashable]:
         """Remove the tenant from the groups before its count changes."""
         own_reservations = self._tenants.pop(tenant, None)
         if own_reservations is None:
-            return _TenantReservations()
-        length = len(own_reservations.requests)
+            return _Group()
+        length = len(own_reservations.members)
         peers = self._by_length[length]
-        del peers.tenants[tenant]
+        del peers.members[tenant]
         peers.amount -= own_reservations.amount
-        if not peers.tenants:
+        if not peers.members:
             del self._by_length[length]
         return own_reservations
 
-    def _put_tenant(self, tenant: bytes, own_reservations: _TenantReservations) -> None:
+    def _put_tenant(self, tenant: bytes, own_reservations: _Group[Hashable]) -> None:
         self._tenants[tenant] = own_reservations
-        length = len(own_reservations.requests)
+        length = len(own_reservations.members)
         if length not in self._by_length:
-            self._by_length[length] = _TenantsOfLength()
+            self._by_length[length] = _Group()
         peers = self._by_length[length]
-        peers.tenants[tenant] = None
+        peers.members[tenant] = None
         peers.amount += own_reservations.amount

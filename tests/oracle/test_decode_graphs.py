@@ -115,7 +115,7 @@ class Rig:
         self.half = AttentionHalf.load(Checkpoint(folder), spec, dtype=torch.float64)
         self.kv, self.other = (KvPool(spec, 128, 4, torch.float64) for _ in range(2))
         self.recorder = Recorder()  # type: ignore[no-untyped-call]
-        self.graphs = DecodeGraphs(self.half, self.kv, self.recorder)
+        self.graphs = DecodeGraphs(self.half, self.kv, self.recorder.record)
         generator = torch.Generator().manual_seed(1)
         for layer in range(spec.num_layers):
             for one, two in zip(self.kv.entries(layer), self.other.entries(layer), strict=True):

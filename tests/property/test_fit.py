@@ -107,7 +107,7 @@ xs_of_traffic = st.lists(st.floats(1.0, 100.0), min_size=2, max_size=5, unique=T
 def test_drift_is_tracked(
     alpha: float, beta: float, factor: float, xs: list[float], seed: int
 ) -> None:
-    online = OnlineLinear(Linear(alpha, beta), 10.0, memory=32)
+    online = OnlineLinear(Linear(alpha, beta), 10.0)
     drifted = Linear(factor * alpha, factor * beta)
     for x, ms in noisy(drifted, xs * 100, seed, 0.02):
         online.update(x, ms)

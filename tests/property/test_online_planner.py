@@ -28,7 +28,6 @@ from planner.online.split_trials import REPEAT_REPORTS, TRIAL_REPORTS, SplitTria
 from planner.schedule.batch_plan import (
     LEAST_GAIN,
     MORE_TOKENS,
-    NewTokens,
     fit_plan,
     plan_batch,
     sequence_ranges,
@@ -115,9 +114,7 @@ def test_a_hardware_file_makes_the_first_answer_warm() -> None:
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=0)
     batch = [(0, 300), (0, 200), (40, 41)]
     found = OnlinePlanner(setup).plan(batch)
-    best = plan_batch(
-        group.spec(), [NewTokens(*chunk) for chunk in batch], group.chunk_ms, beyond=True
-    )
+    best = plan_batch(group.spec(), batch, group.chunk_ms, beyond=True)
     assert found.makespan_ms == pytest.approx(best.makespan_ms, rel=1e-6)
 
 
@@ -167,8 +164,7 @@ def test_learned_plans_are_close_to_optimal(seed: int) -> None:
     for size in plan.micro_batch_samples:
         cut.append(batch[first : first + size])
         first += size
-    exact = [NewTokens(*chunk) for chunk in batch]
-    best_ms = plan_batch(group.spec(), exact, group.chunk_ms).makespan_ms + 0.5
+    best_ms = plan_batch(group.spec(), batch, group.chunk_ms).makespan_ms + 0.5
     assert group.makespan_ms(cut, plan) <= 1.08 * best_ms
 
 

@@ -14,7 +14,7 @@ from planner.costs.model_shape import ModelShape, layer_mean_work
 from planner.routing.open_requests import flops_work, token_work, work_of
 from planner.routing.prefix_index import PendingBlocks, PrefixIndex
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig, calibrated_threshold, threshold
+from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import usable_tokens
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
 from tests.support.paper_routing import (
@@ -319,7 +319,8 @@ def test_eq_3_is_eq_1_where_the_reference_batch_waits_for_transfers(
     needed = transfer_threshold_flops(
         transfer_s=max(compute_s, transfer_s), layers=layers, flops_per_s=flops_per_s
     )
-    assert calibrated_threshold(calibration, work) == pytest.approx(needed, rel=1e-9, abs=1)
+    found = threshold(SaturationConfig(fallback_prompts=()), work, calibration)
+    assert found == pytest.approx(needed, rel=1e-9, abs=1)
 
 
 @some

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contracts.plan import Order, Plan
 from contracts.traces import Stage, busy_seconds
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
-from planner.schedule.batch_plan import NewTokens, chunk_bounds, plan_batch
+from planner.schedule.batch_plan import chunk_bounds, plan_batch
 from planner.schedule.extended_plans import Cut, batch_lower_bound, search, solve_extended
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
@@ -259,20 +259,27 @@ def drawn_plan(data: st.DataObject, spec: PlanSpec) -> Plan:
     return Plan(ma=ma, r1=r1, r2=data.draw(st.integers(1, most_r2)), order=order)
 
 
+def _samples(plan: Plan) -> int:
+    chunks = max(1, len(plan.sequence_chunks))
+    return sum(plan.micro_batch_samples) or (plan.ma or 0) * plan.r1 // chunks
+
+
 @given(specs(max_samples=40, max_r2=200), st.data())
 def test_no_random_plan_beats_the_solver(spec: PlanSpec, data: st.DataObject) -> None:
-    schedule = schedule_of(spec, drawn_plan(data, spec))
-    rate = schedule.samples / replay(schedule).makespan_ms * 1e3
+    plan = drawn_plan(data, spec)
+    rate = _samples(plan) / replay(schedule_of(spec, plan)).makespan_ms * 1e3
     assert solve(spec).best.samples_per_s >= rate * (1 - 1e-9)
 
 
 @given(specs(max_samples=12, max_r2=12), st.data())
 def test_no_order_of_any_plan_beats_the_lower_bound(spec: PlanSpec, data: st.DataObject) -> None:
     """Any choice among runnable tasks, even by no policy of ours."""
-    schedule, solution = schedule_of(spec, drawn_plan(data, spec)), solve(spec)
+    plan, solution = drawn_plan(data, spec), solve(spec)
     choices = data.draw(st.randoms(use_true_random=False))
-    replayed = replay_ready_set(schedule, policy=lambda ready: choices.choice(list(ready)))
-    least_ms = solution.lower_bound_ms / solution.best.samples * schedule.samples
+    replayed = replay_ready_set(
+        schedule_of(spec, plan), policy=lambda ready: choices.choice(list(ready))
+    )
+    least_ms = solution.lower_bound_ms / solution.best.samples * _samples(plan)
     assert replayed.makespan_ms >= least_ms * (1 - 1e-9)
     assert solution.best.makespan_ms >= solution.lower_bound_ms * (1 - 1e-12)
 
@@ -308,7 +315,7 @@ def test_extended_plan_equals_replay_and_needs_numbers_of_extensions(spec: PlanS
     replayed = replay(schedule)
     assert planned.makespan_ms == pytest.approx(replayed.makespan_ms, rel=1e-9)
     assert violations(schedule, replayed.spans) == []
-    assert planned.samples == schedule.samples <= spec.max_samples
+    assert planned.samples == _samples(planned.plan) <= spec.max_samples
     bare = msgspec.structs.replace(spec, attention_quadratic_fraction=None, has_shared=False)
     plan = solve_extended(bare).plan
     assert not plan.sequence_chunks
@@ -414,7 +421,7 @@ def chunk_ms(start: int, stop: int) -> float:
 
 SEQUENCES = st.lists(
     st.builds(
-        lambda start, count: NewTokens(start, start + count),
+        lambda start, count: (start, start + count),
         st.integers(0, 2000),
         st.one_of(st.just(1), st.integers(1, 1500)),
     ),
@@ -423,7 +430,7 @@ SEQUENCES = st.lists(
 )
 
 
-def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> Schedule:
+def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[tuple[int, int]]) -> Schedule:
     """Return the plan's schedule rebuilt from its fields like an executor does."""
     replace = msgspec.structs.replace
     ends = plan.sequence_chunks or (1.0,)
@@ -439,13 +446,12 @@ def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> 
             tokens = sum(stop - start for start, stop in parts)
             one = Plan(ma=tokens, r2=plan.r2, order=plan.order)
             micro_batches.extend(schedule_of(replace(spec, stages=stages), one).micro_batches)
-    layers, samples = spec.num_layers, len(sequences)
-    return Schedule(tuple(micro_batches), layers, plan.order, plan.shared_lag, samples)
+    return Schedule(tuple(micro_batches), spec.num_layers, plan.order, plan.shared_lag)
 
 
 @given(SEQUENCES)
 def test_ragged_plan_equals_replay_and_is_no_slower_than_simpler_ones(
-    sequences: list[NewTokens],
+    sequences: list[tuple[int, int]],
 ) -> None:
     spec, found_ms = _token_spec(100_000), []
     for beyond in (True, False):
@@ -465,12 +471,14 @@ def test_ragged_plan_equals_replay_and_is_no_slower_than_simpler_ones(
     ("sequences", "message"),
     [
         ([], "0 new tokens"),
-        ([NewTokens(3, 3)], r"sequences\[0\]: tokens \[3, 3\)"),
-        ([NewTokens(0, 1), NewTokens(-2, 3)], r"sequences\[1\]"),
-        ([NewTokens(0, 60), NewTokens(0, 41)], "101 new tokens: give from 1 to max_samples=100"),
+        ([(3, 3)], r"sequences\[0\]: tokens \[3, 3\)"),
+        ([(0, 1), (-2, 3)], r"sequences\[1\]"),
+        ([(0, 60), (0, 41)], "101 new tokens: give from 1 to max_samples=100"),
     ],
 )
-def test_empty_or_too_large_batch_is_rejected(sequences: list[NewTokens], message: str) -> None:
+def test_empty_or_too_large_batch_is_rejected(
+    sequences: list[tuple[int, int]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan_batch(_token_spec(100), sequences, chunk_ms)
 

@@ -327,7 +327,7 @@ def overlap(module: ModuleType, work: Workload, seed: int = 0) -> Overlap:
     moved_ms = 1e-3 * run.transfer_us(sum(part.num_bytes for part in parts_of(work.payload_bytes)))
     group = GroupRun(1, moved_ms, work.expert_us / 1e3, moved_ms)
     times = MicroBatchTimes(work.attention_us / 1e3, work.shared_us / 1e3, (group,))
-    schedule = Schedule((times,) * work.micro_batches, work.layers, Order.ASAS, 0, 1)
+    schedule = Schedule((times,) * work.micro_batches, work.layers, Order.ASAS, 0)
     spans = replay(schedule).spans
     return Overlap(
         _overlapped([(start, end) for _, start, end in run.received], busy),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels.device
 from actors.moe import remote_backend
-from models.experts.device_lanes import Mark
+from models.experts.device_lanes import InlineLane, Mark
 from models.experts.device_tier import DeviceTier, InSlot
 from models.experts.expert_format import SlotMemory
 from models.experts.expert_half import ExpertHalf
@@ -44,9 +44,9 @@ class _Coming:
         return self._tensor
 
 
-class FakeLane:
-    """A `DeviceLane` on the CPU. What is computed is computed at once; a copy's target is spoilt
-    from its queueing until it has run. stalls: nothing comes any more."""
+class FakeLane(InlineLane):
+    """A lane of a device on the CPU. Compute runs at once; a copy's target is spoilt from its
+    queueing until it has run. stalls: nothing comes any more."""
 
     exposed_s = 0.0
     copied_s = 0.0

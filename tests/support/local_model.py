@@ -15,7 +15,7 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.recurrence import StateRun
-from models.experts.expert_half import ExpertHalf, expert_sums
+from models.experts.expert_half import ExpertHalf, expert_sum_steps
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
@@ -114,7 +114,9 @@ class LocalModel:
         """Adds the expert halves' sums, in the order of the split, to hidden_TD in place."""
         whole_TD: Tensor | None = None
         for half, local_of_E in zip(self.experts, self._local_of_E, strict=True):
-            out_TD = expert_sums(routed, half.layer_experts(layer), local_of_E[layer])
+            out_TD = run_to_end(
+                expert_sum_steps(routed, half.layer_experts(layer), local_of_E[layer])
+            )
             whole_TD = out_TD if whole_TD is None else whole_TD.add_(out_TD)
         if whole_TD is not None:
             hidden_TD.add_(whole_TD)

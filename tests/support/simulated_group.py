@@ -7,8 +7,8 @@ from typing import Any
 from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
 from contracts.plan import Plan
 from contracts.planner_messages import BatchReport, ExpertReport, MicroBatchReport, RowsTime
-from planner.costs.cost_model import Deployment, batch_attention_ms, stage_models, tokens_per_expert
-from planner.costs.model_shape import ModelShape, hit_fraction
+from planner.costs.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
+from planner.costs.model_shape import ModelShape, hit_fraction, layer_mean_batch
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.online.models import OnlineSetup
 from planner.schedule.recurrence import makespan_ms
@@ -94,7 +94,7 @@ class SimulatedGroup:
             Piece(self._attention_ms(b), self.spec().shared.at(_tokens(b)), _tokens(b))
             for b in micro_batches
         ]
-        return 0.5 + makespan_ms(schedule_of_pieces(self.spec(), plan, pieces, 1))
+        return 0.5 + makespan_ms(schedule_of_pieces(self.spec(), plan, pieces))
 
     def spec(self) -> PlanSpec:
         """Return the planning problem, with one token per sample."""
@@ -140,7 +140,8 @@ class SimulatedGroup:
         return stage_models(self.setup.shape, self.machine, self._deployment)
 
     def _attention_ms(self, batch: Chunks) -> float:
-        return batch_attention_ms(self.machine.attention, self.setup.shape, batch)
+        work = layer_mean_batch(self.setup.shape, batch)
+        return attention_ms(self.machine.attention, self.setup.shape, work)
 
     def _shared(self, batch: Chunks) -> float:
         shared = self._stages().shared

@@ -20,8 +20,8 @@ from contracts.planner_messages import (
     RowsTime,
     TrafficReport,
 )
-from planner.costs.cost_model import Deployment, batch_attention_ms, expert_model, link_model
-from planner.costs.model_shape import ModelShape, hit_fraction
+from planner.costs.cost_model import Deployment, attention_ms, expert_model, link_model
+from planner.costs.model_shape import ModelShape, hit_fraction, layer_mean_batch
 from planner.costs.routing_shape import uniform_spread
 
 UNKNOWN_MS = 0.5  # of a batch, which no stage has
@@ -225,7 +225,8 @@ class _Rank:
         self._processor.run(self._attention_ms(part), attended)
 
     def _attention_ms(self, part: list[tuple[int, int]]) -> float:
-        return batch_attention_ms(self._world.machine.attention, self._world.shape, part)
+        shape = self._world.shape
+        return attention_ms(self._world.machine.attention, shape, layer_mean_batch(shape, part))
 
     def _completed(
         self, batch: list[tuple[int, int]], parts: list[list[tuple[int, int]]], started_ms: float

@@ -134,13 +134,11 @@ class SlotsWorld:
         )
         memory = SimpleNamespace(expert=self._stored)
         tier = tiers.DeviceTier(memory, self._layout, lane, part_bytes=self.work.part_bytes)
-        cache = ExpertCache(
-            tier, tiers.DeviceFormat(self._layout), self.work.slots, eviction("lru"), pays,
-            deadline_s=5.0, clock=_now_s,
-        )  # fmt: skip
+        slots = tiers.DeviceSlots(self._layout, self.work.slots)
+        cache = ExpertCache(tier, slots, eviction("lru"), pays, deadline_s=5.0, clock=_now_s)
         products = [
             [partial(self._product, host, piece[slot]) for slot in range(self.work.slots)]
-            for piece in cache._held.buffer.pieces  # type: ignore[attr-defined]
+            for piece in slots.buffer.pieces
         ]
         contents = SimpleNamespace(gate_up=products[0], down=products[1], clamped=None)
         return tiers.DeviceCache(cache, SimpleNamespace(layer=contents), tier, lane)

@@ -94,7 +94,12 @@ class Worker:
         self._noise = Noise(job.config.dropout_fraction)
         self._batches = ExampleSource(job.tokenizer, job.rows, job.recipe, seed).batches()
         self._owned = _owned(self.model, rank, shared.gradients.shape[0])
-        self._optimizers = make_optimizers(self._owned, job.config)
+        self._optimizers = make_optimizers(
+            self._owned,
+            muon_lr=job.config.muon_lr,
+            adam_lr=job.config.adam_lr,
+            weight_decay=job.config.weight_decay,
+        )
         self._base_lrs = [group["lr"] for group in self._groups()]
         self._labels, self._label_mask = _label_table(job.tokenizer)
 

@@ -5,7 +5,7 @@ Expert matrices [E, out, in] are orthogonalised one by one, in one batched produ
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +59,12 @@ def _is_fused(param: Tensor) -> bool:
     return bool(getattr(param, "fused_gate_up", False))
 
 
-class OptimizerConfig(Protocol):
-    """Learning rates and weight decay of a run."""
-
-    @property
-    def muon_lr(self) -> float: ...
-    @property
-    def adam_lr(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-
-
 def make_optimizers(
-    named: Sequence[tuple[str, nn.Parameter]], rates: OptimizerConfig
+    named: Sequence[tuple[str, nn.Parameter]],
+    *,
+    muon_lr: float,
+    adam_lr: float,
+    weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
     """Return Muon for attention and experts, AdamW for the rest; neither without parameters."""
     for name, param in named:
@@ -81,12 +74,12 @@ def make_optimizers(
     vectors = [param for _, param in named if param.ndim == 1]
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
-        optimizers.append(Muon(hidden, rates.muon_lr, 0.95, rates.weight_decay))
+        optimizers.append(Muon(hidden, muon_lr, 0.95, weight_decay))
     if matrices or vectors:
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": rates.weight_decay},
+            {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        adam = torch.optim.AdamW(groups, lr=rates.adam_lr, betas=(0.9, 0.98), fused=True)
+        adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.98), fused=True)
         optimizers.append(adam)
     return optimizers

@@ -6,7 +6,6 @@ ordinary added tokens.
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -94,8 +93,3 @@ def check_contract(
                 raise ValueError(f"{task.name}: {label!r} is not one token after {prompt!r}")
         checked += 1
     return checked
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template into `folder`."""
-    tokenizer.save_pretrained(str(folder))

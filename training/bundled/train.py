@@ -18,7 +18,7 @@ from training.bundled.evaluate import evaluate_checkpoint, layer_balance, load, 
 from training.bundled.loop import TrainConfig, TrainJob, TrainReport, train
 from training.bundled.network import equal_logits
 from training.bundled.tasks import TASKS, TaskRow, read_rows
-from training.bundled.tokenizer import check_contract, save_tokenizer, train_tokenizer
+from training.bundled.tokenizer import check_contract, train_tokenizer
 
 MAX_FOLDER_BYTES = 12_000_000
 LOGIT_TOLERANCE = 1e-3
@@ -48,7 +48,7 @@ def save(trained: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folde
         do_sample=False,
     )
     model.save_pretrained(str(folder), max_shard_size="6MB")
-    save_tokenizer(tokenizer, folder)
+    tokenizer.save_pretrained(str(folder))
     # transformers 5 renames these; the old names are what other readers of the folder know.
     amend_json(folder / "config.json", {"num_experts": model.config.num_experts})
     amend_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

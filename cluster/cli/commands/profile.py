@@ -119,8 +119,7 @@ def _routing(options: argparse.Namespace) -> int:
 
 def _limits(options: argparse.Namespace) -> CountLimits:
     from contracts.errors import ConfigError
-    from models.prediction.count_checks import MAX_OVERSIZE
-    from models.prediction.routing_counts import COUNT_LIMITS
+    from models.prediction.routing_counts import COUNT_LIMITS, MAX_OVERSIZE
 
     for name, most in (
         ("paths", COUNT_LIMITS.paths * MAX_OVERSIZE),

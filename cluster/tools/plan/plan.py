@@ -10,13 +10,14 @@ from cluster.tools.plan.spec_file import ModelProblem, read_plan_file
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
 from planner.costs.prefill_modes import (
+    SEQUENCES,
     OffloadedToken,
     PrefillMode,
     Tier,
     batch_seconds,
     break_even_tokens,
     most_sequences,
-    offloaded_tokens,
+    offloaded_token,
     prompts_of,
 )
 from planner.costs.stages import PlanSpec
@@ -273,7 +274,9 @@ def _add_verdict(answer: PlanReportAnswer, verdict: SplitComparison) -> None:
 
 def _add_offload(answer: PlanReportAnswer, workload: Workload, tier: Tier) -> None:
     shape, context = workload.shape, workload.context_tokens + workload.sequence_tokens
-    answer.offload = offloaded_tokens(workload.hardware, shape, tier, context)
+    answer.offload = [
+        offloaded_token(workload.hardware, shape, tier, each, context) for each in SEQUENCES
+    ]
     if tier.held >= 1.0:
         answer.offload_advice = "All experts fit as stored: none is read."
         return

@@ -36,9 +36,8 @@ from planner.costs.model_shape import ModelShape, count_tokens
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
-    LinkSample,
     ServingSample,
-    SharedSample,
+    SizedSample,
     fit_attention,
     fit_expert,
     fit_link,
@@ -347,7 +346,7 @@ def _shared(shape: ModelShape, measured: _Measured) -> tuple[SharedCost | None, 
     for chunks, passes in measured.items():
         if tasks := _tasks(passes, Stage.SHARED):
             ms = 1e3 * statistics.median(task.seconds for task in tasks)
-            samples.append(SharedSample(label_of(chunks), count_tokens(chunks), ms))
+            samples.append(SizedSample(label_of(chunks), count_tokens(chunks), ms))
     if not samples:
         return None, []
     cost, fit = fit_shared(shape, samples)
@@ -362,7 +361,7 @@ def _measure_links(
         sizes = dict(_link_medians(backend, ends, budget_s / len(links_of)))
         for direction, which in (("a2e", 0), ("e2a", 1)):
             samples = [
-                LinkSample(f"{size} bytes", size, 1e3 * medians[which])
+                SizedSample(f"{size} bytes", size, 1e3 * medians[which])
                 for size, medians in sizes.items()
             ]
             cost, fit = fit_link(backend, "a2e" if direction == "a2e" else "e2a", samples)

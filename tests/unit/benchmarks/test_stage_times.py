@@ -20,7 +20,7 @@ TASK_MS = {
 
 
 def replayed(plan: Plan) -> list[TaskSpan]:
-    schedule = Schedule((TIMES,) * plan.r1, 3, plan.order, plan.shared_lag, SAMPLES.sequences)
+    schedule = Schedule((TIMES,) * plan.r1, 3, plan.order, plan.shared_lag)
     return replay(schedule).spans
 
 

@@ -235,9 +235,9 @@ def test_a_captured_layer_is_six_launches_and_a_replay(tiny_checkpoint: Checkpoi
         run()
         return lambda: replays.append(1)
 
-    kernels, recorder = LaunchedKernels(), SimpleNamespace(record=record)
+    kernels = LaunchedKernels()
     with patch.object(paged_attention, "attention_kernels", lambda x: kernels):
-        graphs = DecodeGraphs(half, kv, recorder)
+        graphs = DecodeGraphs(half, kv, record)
         for again in range(2):
             batch = AttentionBatch.build(scattered(1000, 999), block_tokens=16, device="meta")
             half.prepare(batch)

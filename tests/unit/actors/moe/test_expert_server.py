@@ -21,9 +21,9 @@ from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import PeerDeadError
 from contracts.requests import Priority
-from kernels.steps import Steps
+from kernels.steps import Steps, run_to_end
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_format import ComputeFormat
+from models.experts.expert_format import ComputeFormat, ComputeSlots
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
@@ -196,7 +196,7 @@ class Rig:
         file = open_expert_file(folder, ComputeFormat(layout), store=store, deadline_s=DEADLINE_S)
         order, self.tier = eviction("lru"), FileTier(file)
         self.cache = ExpertCache(
-            self.tier, ComputeFormat(layout), slots, order, pays, deadline_s=DEADLINE_S
+            self.tier, ComputeSlots(layout, slots), order, pays, deadline_s=DEADLINE_S
         )
         self.experts = CachedExperts(self.cache, self.own, clamped_gate(self.spec))
         self.resident = ExpertHalf.load(
@@ -233,7 +233,7 @@ class Rig:
         tensors = [x_UD, rows_N, weights_N, counts_e]
         self._numbers += 1
         header = Header(PacketKind.A2E, 1, self._numbers, layer, 0, 0, priority)
-        self.expected[peer, self._numbers] = self.resident.run(layer, *tensors)
+        self.expected[peer, self._numbers] = run_to_end(self.resident.steps(layer, *tensors))
         self.arrived.append(Packet(peer, header, tensors, monotonic_s(), None))
 
     def hint(self, peer: str, layer: int, indices: Sequence[int], batch: int = 0) -> None:

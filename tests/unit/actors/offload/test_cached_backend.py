@@ -40,12 +40,12 @@ from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import (
     MAX_HINTS_IN_FLIGHT,
     DeviceCache,
-    DeviceFormat,
+    DeviceSlots,
     DeviceTier,
 )
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, slot_format
-from models.experts.expert_half import assemble_half, expert_sums
+from models.experts.expert_half import assemble_half, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, ExpertMemory
 from models.experts.router import ExpertRouter, RoutedTokens
@@ -137,7 +137,7 @@ class Rig:
         form = slot_format(Checkpoint(self._folder), layout, stored)
         file = open_expert_file(self._folder, form, store=self._store, deadline_s=20.0)
         order = eviction(kind)
-        cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=20.0)
+        cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=20.0)
         half = self.local.attention
         ahead = predictor if seed is None else AnyGuess(half, seed)
         backend = CachedBackend("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
@@ -145,7 +145,9 @@ class Rig:
         return backend
 
     def expected(self, layer: int, routed: RoutedTokens) -> torch.Tensor:
-        return expert_sums(routed, self.local.experts[0].layer_experts(layer), self._identity_E)
+        return run_to_end(
+            expert_sum_steps(routed, self.local.experts[0].layer_experts(layer), self._identity_E)
+        )
 
     def begin(
         self,
@@ -398,10 +400,9 @@ class DeviceRig:
         if isinstance(lane, FakeLane):
             tier = watched = WatchedTier(self.host, self.layout, lane, part_bytes=part_bytes)
             watched.watch(lane)
-        cache = ExpertCache(
-            tier, DeviceFormat(self.layout), slots, eviction(kind), pays, deadline_s=deadline_s
-        )
-        return DeviceCache(cache, cache._held, tier, lane)  # type: ignore[arg-type]
+        memory = DeviceSlots(self.layout, slots)
+        cache = ExpertCache(tier, memory, eviction(kind), pays, deadline_s=deadline_s)
+        return DeviceCache(cache, memory, tier, lane)
 
     def backend(
         self,

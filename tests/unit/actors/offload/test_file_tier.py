@@ -41,7 +41,7 @@ class Rig:
         self.tier = FileTier(self.file)
         order = eviction("lru")
         self.cache = ExpertCache(
-            self.tier, ComputeFormat(self.layout), slots, order, pays, deadline_s=deadline_s
+            self.tier, ComputeSlots(self.layout, slots), order, pays, deadline_s=deadline_s
         )
 
     def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:

@@ -14,7 +14,7 @@ from contracts.errors import ChannelError
 from contracts.requests import Priority
 from models.experts.cache_requests import DEMAND, USED_HINT, ExpertRequest, PredictedExpert
 from models.experts.expert_cache import HINT_PARTS, LS_LIVE_S, ExpertCache
-from models.experts.expert_format import CompletedRead, ComputeFormat, SlotMemory
+from models.experts.expert_format import CompletedRead, ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
@@ -126,7 +126,7 @@ def opened(
 ) -> ExpertCache:
     options = {"deadline_s": DEADLINE_S, **options}
     worth = options.pop("worth", pays)
-    return ExpertCache(tier, ComputeFormat(layout), slots, eviction(kind), worth, **options)
+    return ExpertCache(tier, ComputeSlots(layout, slots), eviction(kind), worth, **options)
 
 
 def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
 from contracts.requests import Sampling
+from kernels.steps import run_to_end
 from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
@@ -122,9 +123,9 @@ def test_local_experts_keep_requested_order(
     for local, expert in enumerate([5, 0]):
         alone = ExpertHalf.load(checkpoint, spec, [expert], dtype=torch.float32)
         counts = [int(local == 0), int(local == 1)]
-        expected = alone.run(1, x, row, one, [1])
-        assert torch.equal(half.run(1, x, row, one, counts), expected)
-        assert torch.equal(half.run(1, x, row, one, torch.tensor(counts)), expected)
+        expected = run_to_end(alone.steps(1, x, row, one, [1]))
+        for given in (counts, torch.tensor(counts)):
+            assert torch.equal(run_to_end(half.steps(1, x, row, one, given)), expected)
 
 
 def test_loaded_weights_are_independent_of_file(

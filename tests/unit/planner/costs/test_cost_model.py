@@ -21,15 +21,21 @@ from models.weights import layout
 from planner.costs.cost_model import (
     Direction,
     attention_model,
-    batch_attention_ms,
+    attention_ms,
+    chunk_costs,
     expert_model,
     link_model,
-    quadratic_fraction,
     serving_ms,
     stage_models,
 )
 from planner.costs.memory import rank_memories
-from planner.costs.model_shape import ModelShape, chunk_work, hit_fraction
+from planner.costs.model_shape import (
+    Chunks,
+    ModelShape,
+    chunk_work,
+    hit_fraction,
+    layer_mean_batch,
+)
 from planner.costs.routing_shape import RankShare, RoutingShape, Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.placement.slots import ExpertPlacement, contiguous
@@ -79,7 +85,8 @@ def test_attention_time_is_eq_1_for_multi_head_attention() -> None:
     square = ATTENTION_BETA * tokens**2 * heads * 2 * d
     assert found.alpha_ms == pytest.approx(4 * GEMM_ALPHA + ATTENTION_ALPHA)
     assert found.beta_ms == pytest.approx(linear + square, rel=2e-3)
-    part = quadratic_fraction(TESTBED_A.attention, mha, split(4, 4, tokens))
+    costs = chunk_costs(TESTBED_A.attention, mha, split(4, 4, tokens))
+    part = costs["attention_quadratic_fraction"]
     assert part == pytest.approx(square / (linear + square), rel=2e-3)
 
 
@@ -103,12 +110,16 @@ def test_decode_reads_its_context_and_prompts_do_not() -> None:
     assert chunk_work(V2, 0, 4096, None).attended_flops / pairs / 128 / 2 == 128 + 64 + 128
 
 
+def attention(cost: AttentionCost, chunks: Chunks) -> float:
+    return attention_ms(cost, QWEN, layer_mean_batch(QWEN, chunks))
+
+
 def test_ragged_batch_costs_one_call_and_its_chunks() -> None:
     cost = AttentionCost(
         call_ms=1.0, sequence_ms=0.1, linear_ms_per_flop=1e-9, attended_ms_per_flop=2e-9
     )
-    single = [batch_attention_ms(cost, QWEN, [chunk]) for chunk in ((0, 7), (100, 164))]
-    assert batch_attention_ms(cost, QWEN, [(0, 7), (100, 164)]) == pytest.approx(sum(single) - 1.0)
+    single = [attention(cost, [chunk]) for chunk in ((0, 7), (100, 164))]
+    assert attention(cost, [(0, 7), (100, 164)]) == pytest.approx(sum(single) - 1.0)
     model = attention_model(cost, QWEN, split(1, 1, 64, 100))
     assert model.at(1) == pytest.approx(single[1])
 
@@ -157,14 +168,14 @@ def test_further_packets_and_copies_cost_the_attention_rank() -> None:
     )  # fmt: skip
     share = RankShare(rows=0.5, pairs=QWEN.num_experts / 4)
     spread = Spread(ranks=4, slots=32, mean=share, busiest=share)  # two copies of each token
-    chunks = [(0, 10), (5, 20)]
-    one = batch_attention_ms(cost, QWEN, chunks)
-    four = batch_attention_ms(cost, QWEN, chunks, spread)
+    one, four, single = (
+        attention_model(cost, QWEN, split(1, 4, 10), each)
+        for each in (None, spread, uniform_spread(QWEN, 1))
+    )
     row_bytes = QWEN.hidden_size * QWEN.element_bytes
-    assert four - one == pytest.approx(3 * 0.25 + (2 - 1) * 25 * row_bytes * 1e-6)
-    model = attention_model(cost, QWEN, split(1, 4, 10), spread)
-    assert model.at(3) == pytest.approx(batch_attention_ms(cost, QWEN, [(0, 10)] * 3, spread))
-    assert batch_attention_ms(cost, QWEN, chunks, uniform_spread(QWEN, 1)) == one
+    assert one.at(3) == pytest.approx(attention(cost, [(0, 10)] * 3))
+    assert four.at(3) - one.at(3) == pytest.approx(3 * 0.25 + (2 - 1) * 30 * row_bytes * 1e-6)
+    assert single == one
 
 
 def test_calls_of_a_micro_batch_are_counted() -> None:
@@ -172,13 +183,13 @@ def test_calls_of_a_micro_batch_are_counted() -> None:
     cost = msgspec.structs.replace(plain, prompt_call_ms=0.2, decode_call_ms=0.1)
 
     def calls_ms(chunks: list[tuple[int, int]]) -> float:
-        return batch_attention_ms(cost, QWEN, chunks) - batch_attention_ms(plain, QWEN, chunks)
+        return attention(cost, chunks) - attention(plain, chunks)
 
     assert calls_ms([(0, 12), (0, 30), (0, 90), (7, 200)]) == pytest.approx(4 * 0.2)
     assert calls_ms([(511, 512)] * 33) == pytest.approx(2 * 0.1)
     for samples in (1, 65, 129):
         model = attention_model(cost, QWEN, split(1, 1, 64))
-        together = batch_attention_ms(cost, QWEN, [(0, 64)] * samples)
+        together = attention(cost, [(0, 64)] * samples)
         assert model.at(samples) == pytest.approx(together)
 
 

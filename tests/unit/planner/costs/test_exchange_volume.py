@@ -13,15 +13,11 @@ from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from planner.arrays import Array, Ints
 from planner.costs.exchange_volume import (
-    BatchWork,
     ExchangeScheme,
-    GroupRates,
     LayerExchange,
-    alone_seconds,
     moved_bytes,
     moved_rows,
     served_scheme,
-    shared_seconds,
 )
 from planner.placement.shuffling import shard_bounds, shuffled_order
 from planner.placement.slots import LayerSlots, contiguous_line, layer_slots
@@ -104,14 +100,3 @@ def test_bytes_equal_those_of_a_simulated_layer(scheme: ExchangeScheme, workers:
     pairs = int((ranks_TK != home_T[:, None]).sum())
     layer = LayerExchange(workers, TOKENS, copies, pairs, slots=16)
     assert sent_bytes == moved_bytes(scheme, layer, row_bytes=4 * D)
-
-
-def test_modelled_times_divide_computing_and_count_copies_and_links() -> None:
-    batch, rates = BatchWork(1000, 10**9, 10, 4096), GroupRates(10**9)
-    assert alone_seconds(batch, rates) == pytest.approx(1.0)
-    assert alone_seconds(batch, rates._replace(copy_s=0.2)) == pytest.approx(0.1 + 9 * 0.2)
-    rows_s = 4 * 1000 * 10 * 4096 / 2 / 1e9
-    collectives_s = 4 * 2e-4 * 10
-    assert shared_seconds(batch, rates, 2) == pytest.approx(0.5 + rows_s + collectives_s)
-    slow = rates._replace(mean_row=10.0)
-    assert shared_seconds(batch, slow, 2) == pytest.approx(0.5 + 10 * rows_s + collectives_s)

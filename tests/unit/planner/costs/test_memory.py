@@ -10,7 +10,7 @@ from cluster.fleet.hardware import load_hardware
 from contracts.errors import ResourceError
 from contracts.hardware import LinkCost
 from planner.costs.cost_model import attention_ms, expert_model
-from planner.costs.memory import max_samples, rank_memories, sample_kv_bytes
+from planner.costs.memory import max_samples, rank_memories
 from planner.costs.model_shape import ModelShape, layer_mean_work
 from planner.costs.prefill_modes import (
     PrefillGroup,
@@ -30,10 +30,11 @@ some = settings(deadline=None, max_examples=60)
 
 
 def test_memory_is_of_new_and_cached_tokens_of_all_layers_and_of_235_billion_parameters() -> None:
-    grouped = sample_kv_bytes(shape(QWEN3_235B), split(tokens=100, context=900))
-    assert grouped == 1000 * 94 * 2 * 4 * 128 * 2
-    latent = sample_kv_bytes(shape(DEEPSEEK_V2), split(tokens=1, context=999))
-    assert latent == 1000 * 60 * (512 + 64) * 2
+    assert shape(QWEN3_235B).kv_token_bytes == 94 * 2 * 4 * 128 * 2
+    assert shape(DEEPSEEK_V2).kv_token_bytes == 60 * (512 + 64) * 2
+    cached, new = (rank_memories(shape(QWEN3_235B), s, 1e12)[0].sample_bytes
+                   for s in (split(tokens=100, context=900), split(tokens=100)))  # fmt: skip
+    assert cached - new == 900 * 94 * 2 * 4 * 128 * 2
     attention, expert = rank_memories(shape(QWEN3_235B), split(1, 8), 141e9)
     assert (attention.weight_bytes + 8 * expert.weight_bytes) / 2 == pytest.approx(235e9, rel=0.01)
 

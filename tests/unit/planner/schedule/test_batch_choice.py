@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from planner.costs.exchange_volume import BatchWork
 from planner.schedule.batch_choice import (
     LONGEST_BUSY_S,
     BatchChoice,
+    BatchWork,
     BusyWorkers,
     finishes_layer,
 )
@@ -33,6 +33,18 @@ def test_gain_is_that_of_measured_times_of_similar_batches_without_the_first() -
     choice.shared(SHORT, 0.09)
     assert choice.gain_s(SHORT, 0.0, 1.0) == pytest.approx(-0.02)
     assert choice.gain_s(BATCH, 0.0, 1.0) == pytest.approx(0.15)
+
+
+def test_modelled_times_divide_computing_and_count_copies_and_links() -> None:
+    choice, batch = BatchChoice(2), BatchWork(1000, 10**9, 10, 4096)
+    for seconds in (9.0, 2.0):
+        choice.alone(batch._replace(tokens=2000, flops=2 * 10**9), seconds)
+    assert choice.alone_s(batch, 0.0) == pytest.approx(1.0)
+    assert choice.alone_s(batch, 0.2) == pytest.approx(0.1 + 9 * 0.2)
+    rows_s = 4 * 1000 * 10 * 4096 / 2 / 1e9
+    collectives_s = 4 * 2e-4 * 10
+    assert 1.0 - choice.gain_s(batch, 0.0, 1.0) == pytest.approx(0.5 + rows_s + collectives_s)
+    assert 1.0 - choice.gain_s(batch, 0.0, 10.0) == pytest.approx(0.5 + 10 * rows_s + collectives_s)
 
 
 def test_time_of_all_workers_is_tried_again_after_many_refusals() -> None:

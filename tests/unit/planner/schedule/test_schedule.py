@@ -52,13 +52,10 @@ def test_micro_batch_times_follow_samples_and_groups_follow_tokens() -> None:
     assert (times.attention_ms, times.shared_ms) == (5.0, 2.5)
     (group,) = times.groups
     assert tuple(group) == pytest.approx((4, 0.4, 1.2, 0.35))
-    short = schedule_of(SPEC, Plan(ma=3, r1=3), samples=7)
+    short = schedule_of(SPEC, Plan(r1=3, micro_batch_samples=(3, 3, 1)))
     assert [times.attention_ms for times in short.micro_batches] == [7.0, 7.0, 3.0]
-    assert short.samples == 7
     with pytest.raises(ValueError, match="ma is missing"):
         schedule_of(SPEC, Plan())
-    with pytest.raises(ValueError, match="samples=9 do not fill r1=2 of ma=4"):
-        schedule_of(SPEC, Plan(ma=4, r1=2), samples=9)
 
 
 def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
@@ -91,11 +88,11 @@ def starts_ms(schedule: Schedule, stage: Stage) -> list[float]:
 
 
 def test_starts_of_aass_and_of_late_shared_experts() -> None:
-    schedule = Schedule((TIMES, TIMES), 2, Order.AASS, 0, 2)
+    schedule = Schedule((TIMES, TIMES), 2, Order.AASS, 0)
     assert starts_ms(schedule, Stage.ATTENTION) == pytest.approx([0.0, 4.0, 12.0, 16.0])
     assert starts_ms(schedule, Stage.SHARED) == pytest.approx([8.0, 10.0, 20.0, 22.0])
     assert starts_ms(schedule, Stage.E2A) == pytest.approx([8.0, 12.0, 20.0, 24.0])
-    late = Schedule((TIMES, TIMES), 2, Order.ASAS, 1, 2)  # shared experts, into the next layer
+    late = Schedule((TIMES, TIMES), 2, Order.ASAS, 1)  # shared experts, into the next layer
     assert starts_ms(late, Stage.ATTENTION) == pytest.approx([0.0, 4.0, 10.0, 16.0])
     assert starts_ms(late, Stage.SHARED) == pytest.approx([8.0, 14.0, 20.0, 22.0])
 

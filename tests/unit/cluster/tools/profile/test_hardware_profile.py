@@ -19,13 +19,13 @@ from cluster.fleet.hardware import known_hardware, load_hardware
 from cluster.tools.profile.hardware_profile import MAX_ATTEMPTS, _until_certain, batches
 from contracts.errors import ConfigError
 from contracts.hardware import Fit
-from planner.costs.cost_model import batch_attention_ms
-from planner.costs.model_shape import batch_work, chunk_work
+from planner.costs.cost_model import attention_ms
+from planner.costs.model_shape import batch_work, chunk_work, layer_mean_batch
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
-    LinkSample,
     ServingSample,
+    SizedSample,
     fit_attention,
     fit_expert,
     fit_link,
@@ -130,7 +130,8 @@ def test_fit_of_profile_batches_predicts_ragged_batches(
     cost, fit = fit_attention(model, measured)
     ragged = [(0, 13), (0, 700), (1000, 1001), (4000, 4100), (77, 78)]
     assert fit.r2 > 0.999
-    assert batch_attention_ms(cost, model, ragged) == pytest.approx(ms(ragged), rel=0.02)
+    found = attention_ms(cost, model, layer_mean_batch(model, ragged))
+    assert found == pytest.approx(ms(ragged), rel=0.02)
 
 
 def test_packet_and_copy_costs_are_separated_from_one_rank_cost() -> None:
@@ -195,7 +196,7 @@ def test_expert_and_link_fits_recover_coefficients() -> None:
     assert cost.expert_ms == pytest.approx(0.05, rel=1e-3)
     assert cost.ms_per_flop * QWEN.pair_flops == pytest.approx(1e-4, rel=1e-3)
     link, _ = fit_link(
-        "tcp", "a2e", [LinkSample("", n, 0.1 + 1e-6 * n) for n in (10, 10**4, 10**6)]
+        "tcp", "a2e", [SizedSample("", n, 0.1 + 1e-6 * n) for n in (10, 10**4, 10**6)]
     )
     assert (link.alpha_ms, link.ms_per_byte) == pytest.approx((0.1, 1e-6))
     assert fit.r2 == pytest.approx(1.0)
