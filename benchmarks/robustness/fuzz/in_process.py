@@ -124,6 +124,9 @@ class InProcess:
         duration_s = time.perf_counter() - started_s
         return Answer(exchange.status, exchange.headers, bytes(exchange.body), duration_s, fault)
 
+    async def close(self) -> None:
+        pass
+
 
 class _Exchange:
     """A client that sends the whole request and then waits for the answer."""

@@ -11,6 +11,7 @@ from cluster.http.response_types import ErrorResponse
 LIMIT_S = 5.0
 VALIDATION_INTERVAL = 10  # of the 200s: a validation takes a millisecond
 VARYING = {"id", "created", "prompt_tokens_details"}  # fields that differ between equal requests
+REWORDED = {"another line", "flipped", "noise"}  # wire.MALFORMED: another request
 
 
 class Answer(msgspec.Struct):
@@ -40,9 +41,11 @@ class Oracle:
             return f"took {answer.duration_s:.1f} s, over {LIMIT_S:g} s"
         if not 200 <= answer.status < 500:
             return f"status {answer.status}"
-        if request.method == "HEAD":
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        if request.method == "HEAD" or (request.wire and not is_json):
             return None
-        operation = self._paths.get(request.path, {}).get(request.method.lower())
+        operation = None if request.wire in REWORDED else self._paths.get(request.path, {})
+        operation = (operation or {}).get(request.method.lower())
         try:
             if answer.status >= 400:
                 return _error_problem(operation, answer)

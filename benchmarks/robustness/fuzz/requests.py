@@ -27,7 +27,8 @@ GETS = ["/health", "/v1/models", "/openapi.json", "/v1/models/bundled"]
 
 
 class FuzzRequest(msgspec.Struct, frozen=True):
-    """pieces: number of parts in which the body arrives, in process."""
+    """pieces: number of parts in which the body arrives, in process. wire: how it is malformed on
+    a connection (a key of `wire.MALFORMED`)."""
 
     number: int
     method: str
@@ -36,6 +37,7 @@ class FuzzRequest(msgspec.Struct, frozen=True):
     headers: list[tuple[str, str]]
     body: bytes
     pieces: int = 1
+    wire: str = ""
 
 
 class RequestGenerator:

@@ -2,12 +2,17 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from benchmarks.robustness.fuzz.oracle import Answer
+import msgspec
+
+from benchmarks.robustness.fuzz.oracle import LIMIT_S, Answer
 from benchmarks.robustness.fuzz.requests import FuzzRequest
 
+TIMEOUT_S = 4 * LIMIT_S  # of a client; the oracle allows LIMIT_S
+INCOMPLETE_S = 0.2  # wait for the answer to a malformed request, which may be incomplete
 Head = Callable[[FuzzRequest, random.Random], bytes]
 
 
@@ -104,6 +109,45 @@ MALFORMED: dict[str, Head] = {
     "another line": _other_line,
     "noise": _noise,
 }
+
+
+def malformed(request: FuzzRequest, seed: int) -> FuzzRequest:
+    """Return the request, in 5 % of all cases marked to be sent malformed."""
+    dice = random.Random(f"wire {seed}/{request.number}")
+    wire = dice.choice(sorted(MALFORMED)) if dice.random() < 0.05 else ""
+    return msgspec.structs.replace(request, wire=wire)
+
+
+class OverHttp:
+    """Sends requests to a server, each on a connection of its own."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port
+        self._seed = seed
+
+    async def send(self, request: FuzzRequest) -> Answer:
+        started_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(INCOMPLETE_S if request.wire else TIMEOUT_S):
+                answer = await self._exchange(request)
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            answer = Answer(NO_ANSWER, {}, b"", 0.0, "" if request.wire else repr(error))
+        answer.duration_s = time.perf_counter() - started_s
+        return answer
+
+    async def _exchange(self, request: FuzzRequest) -> Answer:
+        """A server may answer and close before it has read the whole request."""
+        dice = random.Random(f"bytes {self._seed}/{request.number}")
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            writer.write(MALFORMED[request.wire](request, dice) if request.wire else plain(request))
+            return await read_answer(reader, request.method)
+        finally:
+            writer.close()
+
+
+NO_ANSWER = 299  # acceptable for a malformed request
 
 
 async def read_answer(reader: asyncio.StreamReader, method: str) -> Answer:

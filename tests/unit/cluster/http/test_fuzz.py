@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 import pytest
 from starlette.types import ASGIApp
 
@@ -43,7 +44,7 @@ class FuzzedApp:
         return self.loop.run_until_complete(InProcess(self.app).send(request))
 
     def run(self, app: ASGIApp, numbers: range) -> fuzz.FuzzRun:
-        run = fuzz.FuzzRun(InProcess(app), self.generator, self.oracle)
+        run = fuzz.FuzzRun(InProcess(app), self.generator, self.oracle, [psutil.Process()])
         self.loop.run_until_complete(run.run(numbers))
         return run
 
