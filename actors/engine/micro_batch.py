@@ -6,6 +6,7 @@ task; `pending` (experts) and `after` what it waits for.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.moe.backend import PendingExperts, SharedLayers
-from actors.telemetry.telemetry import SpanFields, SpanGroup, Timeline
+from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -233,18 +234,25 @@ class TaskSpans:
     def end_layers(self, micro_batch: MicroBatch, first: int, ends: LayerEnds) -> None:
         """Record the stages of layers from `first` on, which were run in one call of the host."""
         number, since_s = micro_batch.batch.scheduled.number, self._since_s
-        name, index, tokens = self._name, micro_batch.index, micro_batch.tokens
+        index, tokens, end_s = micro_batch.index, micro_batch.tokens, since_s
+        seconds = defaultdict[Stage, list[float]](list)
+        for stages in ends:
+            for stage, at_s in stages:
+                seconds[stage].append(at_s - end_s)
+                end_s = at_s
+        self._since_s = end_s
 
-        def fields() -> Iterator[SpanFields]:
-            start_s = since_s
+        def make() -> list[TaskSpan]:
+            found, start_s = list[TaskSpan](), since_s
             for layer, stages in enumerate(ends, first):
-                for stage, end_s in stages:
-                    yield name, stage, start_s, end_s, number, layer, index, 0, tokens
-                    start_s = end_s
+                for stage, at_s in stages:
+                    task = number, layer, index, 0, tokens
+                    found.append(TaskSpan(self._name, stage, start_s, at_s, *task))
+                    start_s = at_s
+            return found
 
-        group = SpanGroup(fields)
-        self._since_s = group.end_s
-        self._timeline.add(group)
+        if seconds:
+            self._timeline.add(SpanGroup(stage, end_s, seconds, make))
 
     def close(self) -> None:
         """Record the span of the suspended task, before another one runs."""

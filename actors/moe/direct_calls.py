@@ -19,9 +19,9 @@ from actors.channels.link import CallArea
 from actors.moe.backend import Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.routing_sample import RoutingSample
-from actors.telemetry.telemetry import SpanFields, SpanGroup, Timeline
+from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.errors import ChannelError
-from contracts.traces import Stage
+from contracts.traces import Stage, TaskSpan
 from kernels.direct_calls import (
     CALL_FIELDS,
     CHOICE_FIELDS,
@@ -258,13 +258,14 @@ class RemoteLayerDecoder(LayerDecoder):
             if rows
         ]
 
-        def fields() -> Iterator[SpanFields]:
+        def make() -> Iterator[TaskSpan]:
             for name, start_s, end_s, layer, rows in replies:
                 task = owner.batch, layer, owner.micro_batch, 0, rows
-                yield name, Stage.E2A, start_s, end_s, *task
+                yield TaskSpan(name, Stage.E2A, start_s, end_s, *task)
 
         if replies:
-            self._parts.timeline.add(SpanGroup(fields))
+            seconds = {Stage.E2A: [end_s - start_s for _, start_s, end_s, _, _ in replies]}
+            self._parts.timeline.add(SpanGroup(Stage.E2A, arrived_L[-1], seconds, make))
 
 
 def _local_indices(bounds: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

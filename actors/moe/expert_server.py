@@ -34,7 +34,7 @@ from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.device_dispatch import PACKET_PARTS
 from actors.moe.direct_calls import CallServer, ServedCall
 from actors.moe.rank_experts import DevicePairs, MergedPairs, RankExperts
-from actors.telemetry.telemetry import SpanFields, SpanGroup, Timeline
+from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.logs import event
@@ -154,21 +154,21 @@ class PlacementHandler:
 MAX_MERGE_TOKENS = 8192  # of one merged call
 
 
-def _served_fields(
+def _served_spans(
     name: str, merged: Iterable[list[ServedCall]], end_s: float
-) -> Iterator[SpanFields]:
+) -> Iterator[TaskSpan]:
     """Yield the spans of direct calls, computed together. end_s: start of the first wait."""
     for members in merged:
         first, start_s, done_s = members[0], members[0].start_s, members[0].done_s
-        yield name, Stage.WAIT, end_s, start_s
+        yield TaskSpan(name, Stage.WAIT, end_s, start_s)
         for call in members:
             numbers = call.batch, call.layer, call.micro_batch, 0, call.rows
-            yield f"{call.peer}>{name}", Stage.A2E, call.sent_s, start_s, *numbers
+            yield TaskSpan(f"{call.peer}>{name}", Stage.A2E, call.sent_s, start_s, *numbers)
         end_s, rows = members[-1].done_s, sum(call.rows for call in members)
         numbers = first.batch, first.layer, first.micro_batch, 0, rows
         peers = tuple((call.peer, call.batch) for call in members)
-        yield name, Stage.EXPERT, start_s, done_s, *numbers, peers
-        yield name, Stage.SEND, done_s, end_s, *numbers, peers
+        yield TaskSpan(name, Stage.EXPERT, start_s, done_s, *numbers, peers)
+        yield TaskSpan(name, Stage.SEND, done_s, end_s, *numbers, peers)
 
 
 class ExpertServer:
@@ -236,16 +236,22 @@ class ExpertServer:
         """Serve direct calls, except those of a lower class than work that waits."""
         keys = [*self._queues, *(call.key for call in self._running.values())]
         priority = min((key.priority for key in keys), default=int(Priority.BE))
-        since_s = end_s = self._clock()
+        name, since_s = self._endpoint.name, self._clock()
         served = list(calls.serve(priority, 0.0 if keys else timeout_s))
+        seconds, end_s = defaultdict[Stage, list[float]](list), since_s
         merged = [list(alike) for _, alike in itertools.groupby(served, attrgetter("start_s"))]
         for members in merged:
-            ready_s = max(end_s, min(call.sent_s for call in members))
-            self._timeline.exposed_s += max(0.0, members[0].start_s - ready_s)
-            end_s = members[-1].done_s
+            first, last_s = members[0], members[-1].done_s
+            sent_s = min(call.sent_s for call in members)
+            self._timeline.exposed_s += max(0.0, first.start_s - max(end_s, sent_s))
+            seconds[Stage.WAIT].append(first.start_s - end_s)
+            seconds[Stage.A2E] += [call.start_s - call.sent_s for call in members]
+            seconds[Stage.EXPERT].append(first.done_s - first.start_s)
+            seconds[Stage.SEND].append(last_s - first.done_s)
+            end_s = last_s
         if served:
-            fields = partial(_served_fields, self._endpoint.name, merged, since_s)
-            self._timeline.add(SpanGroup(fields))
+            make = partial(_served_spans, name, merged, since_s)
+            self._timeline.add(SpanGroup(Stage.SEND, end_s, seconds, make))
 
     def _poll(self, timeout_s: float) -> list[ChannelEvent]:
         has_work = bool(self._queues or self._running)
@@ -337,6 +343,7 @@ class ExpertServer:
                 del self._queues[key]
 
     def _next(self) -> QueueHead | None:
+        """Return the work to run now, or None."""
         heads = [*self._running_heads(), *self._waiting_heads()]
         self._lacks_experts = not heads and bool(self._queues or self._running)
         if not heads:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import (
@@ -354,25 +354,16 @@ def growth(total: Callable[[], float]) -> Callable[[], float]:
     return grown
 
 
-SpanFields = tuple[str, Stage, float, float, *tuple[Any, ...]]  # of a TaskSpan
-
-
-class SpanGroup:
+class SpanGroup(NamedTuple):
     """Spans that are recorded at once, and made when they are read.
 
     stage, end_s: of the last one. seconds: of each, by stage.
     """
 
-    def __init__(self, fields: Callable[[], Iterable[SpanFields]]) -> None:
-        """fields: those of one span or more, whenever it is called."""
-        self._fields = fields
-        self.seconds = defaultdict[Stage, list[float]](list)
-        for each in fields():
-            self.stage, self.end_s = each[1], each[3]
-            self.seconds[self.stage].append(self.end_s - each[2])
-
-    def spans(self) -> Iterator[TaskSpan]:
-        return (TaskSpan(*each) for each in self._fields())
+    stage: Stage
+    end_s: float
+    seconds: Mapping[Stage, Sequence[float]]
+    make: Callable[[], Iterable[TaskSpan]]
 
 
 Recorded = TaskSpan | SpanGroup
@@ -382,7 +373,7 @@ def spans_of(recorded: Iterable[Recorded]) -> Iterator[TaskSpan]:
     """Yield the spans, and those of groups."""
     for each in recorded:
         if isinstance(each, SpanGroup):
-            yield from each.spans()
+            yield from each.make()
         else:
             yield each
 

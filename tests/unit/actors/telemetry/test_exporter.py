@@ -23,14 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.telemetry import exporter
 from actors.telemetry.chrome_trace import write_chrome_trace
 from actors.telemetry.exporter import MAX_CONNECTIONS, SETTLE_S, Exporter, ScrapeKey
-from actors.telemetry.telemetry import (
-    RankMetrics,
-    Recorded,
-    SpanFields,
-    SpanGroup,
-    Telemetry,
-    Timeline,
-)
+from actors.telemetry.telemetry import RankMetrics, Recorded, SpanGroup, Telemetry, Timeline
 from contracts import metrics
 from contracts.config import HttpConfig
 from contracts.metrics import STAGE
@@ -323,16 +316,19 @@ def test_timeline_keeps_last_spans_and_total_seconds() -> None:
 
 
 def test_group_of_spans_is_counted_at_once_and_made_when_it_is_read() -> None:
-    fields: list[SpanFields] = [("r", Stage.EXPERT, 1.0, 2.0), ("r", Stage.SEND, 2.0, 2.5)]
+    made: list[list[TaskSpan]] = []
+
+    def make() -> list[TaskSpan]:
+        made.append([span(Stage.EXPERT, 1.0, 2.0), span(Stage.SEND, 2.0, 2.5)])
+        return made[-1]
 
     metrics = RankMetrics(rank_spec(Group.EXPERT), ManualClock())
     timeline = Timeline(2, metrics.span)
-    group = SpanGroup(lambda: fields)
-    assert (group.stage, group.end_s) == (Stage.SEND, 2.5)
-    timeline.add(group)
+    timeline.add(SpanGroup(Stage.SEND, 2.5, {Stage.EXPERT: [1.0], Stage.SEND: [0.5]}, make))
     timeline.add(span(Stage.EXPERT, 3.0, 5.0))
     assert timeline.stage_seconds[Stage.EXPERT] == pytest.approx(3.0)
     assert 'tandem_stage_seconds_count{rank="expert-0",stage="expert"} 2.0' in metrics.exposition()
+    assert not made
     assert [each.start_s for each in timeline.spans()] == [1.0, 2.0, 3.0]
     assert [each.start_s for each in timeline.since("expert-0", 2.2).spans] == [2.0, 3.0]
 
