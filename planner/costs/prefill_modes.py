@@ -11,7 +11,6 @@ models and memory", "Experts that are read").
 import enum
 import math
 from bisect import bisect_left
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -101,7 +100,17 @@ def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float
     tokens = count_tokens(batch)
     if tokens == 0:
         return 0.0
-    return _TIMES[way](group, layer_mean_batch(group.shape, batch), tokens) / 1e3
+    shape, work = group.shape, layer_mean_batch(group.shape, batch)
+    if way is PrefillMode.ALL_TO_ALL:
+        layers = group.routing.layers
+        spent_ms = sum(_exchanged_layer_ms(group, work, tokens, spread) for spread in layers)
+        return shape.moe_layers / len(layers) * spent_ms / 1e3
+    compute_ms = _compute_ms(group, work, tokens, uniform_spread(shape, 1), senders=1)
+    if way is PrefillMode.RESIDENT:
+        return shape.moe_layers * compute_ms / 1e3
+    layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
+    moved_ms = gather_ms(group.a2e, group.workers, layer_bytes) if group.workers > 1 else 0.0
+    return gathered_ms(shape.moe_layers, LayerMs(compute_ms, moved_ms)) / 1e3
 
 
 def prompts_of(tokens: int, prompt_tokens: int) -> list[tuple[int, int]]:
@@ -129,25 +138,6 @@ def break_even_tokens(
         if high > MAX_BREAK_EVEN_TOKENS:
             return None
     return bisect_left(range(high), True, high // 2 + 1, key=pays)
-
-
-def _resident(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
-    layer_ms = _compute_ms(group, work, tokens, uniform_spread(group.shape, 1), senders=1)
-    return group.shape.moe_layers * layer_ms
-
-
-def _gathered(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
-    shape = group.shape
-    compute_ms = _compute_ms(group, work, tokens, uniform_spread(shape, 1), senders=1)
-    layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
-    moved_ms = gather_ms(group.a2e, group.workers, layer_bytes) if group.workers > 1 else 0.0
-    return gathered_ms(shape.moe_layers, LayerMs(compute_ms, moved_ms))
-
-
-def _all_to_all(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
-    layers = group.routing.layers
-    spent_ms = sum(_exchanged_layer_ms(group, work, tokens, spread) for spread in layers)
-    return group.shape.moe_layers / len(layers) * spent_ms
 
 
 def _exchanged_layer_ms(
@@ -182,13 +172,6 @@ def _other_ms(hardware: Hardware, shape: ModelShape, work: AttentionWork, tokens
 
 def _tokens_per_expert(shape: ModelShape, tokens: float, senders: int) -> float:
     return senders * tokens * shape.top_k / shape.num_experts
-
-
-_TIMES: dict[PrefillMode, Callable[[PrefillGroup, AttentionWork, int], float]] = {
-    PrefillMode.RESIDENT: _resident,
-    PrefillMode.GATHERED: _gathered,
-    PrefillMode.ALL_TO_ALL: _all_to_all,
-}
 
 
 SEQUENCES = (1, 2, 4, 8, 16)

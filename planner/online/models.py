@@ -79,7 +79,8 @@ class AttentionStage:
         """Return the time of a micro-batch that does not depend on its content."""
         if self.cost is None:
             return 0.0
-        return self._corrected(attention_ms(self.cost, self._shape, NO_WORK))
+        base_ms = attention_ms(self.cost, self._shape, NO_WORK)
+        return base_ms if self._correction is None else self._correction.model.at(base_ms)
 
     def chunk_time(self) -> ChunkTime:
         """Return (start, stop) -> ms of a sequence under the present costs; it caches results."""
@@ -97,9 +98,6 @@ class AttentionStage:
             return ms
 
         return chunk_ms
-
-    def _corrected(self, base_ms: float) -> float:
-        return base_ms if self._correction is None else self._correction.model.at(base_ms)
 
     def _base_ms(self, cost: AttentionCost, batch: Chunks) -> float:
         return attention_ms(cost, self._shape, self._work(batch))

@@ -92,10 +92,6 @@ class RequestTotals:
     def __init__(self) -> None:
         self.load = self.queued = 0
 
-    def count(self, entry: _Open, sign: int) -> None:
-        self.load += sign * entry.remaining
-        self.queued += sign * (entry.remaining - entry.in_progress)
-
 
 class OpenRequests:
     """Open requests of one worker; each stores its share of the totals, so they cannot drift."""
@@ -170,4 +166,5 @@ class OpenRequests:
     def _count(self, entry: _Open, sign: int) -> None:
         for priority, totals in self._totals.items():
             if entry.request.prompt.priority <= priority:
-                totals.count(entry, sign)
+                totals.load += sign * entry.remaining
+                totals.queued += sign * (entry.remaining - entry.in_progress)

@@ -45,9 +45,6 @@ class WorkerState:
         self._pending = PendingBlocks()
         self._committed: dict[bytes, None] = {}  # ordered, so that copies are equal
 
-    def committed(self) -> tuple[bytes, ...]:
-        return tuple(self._committed)
-
     def match(self, hashes: Sequence[bytes]) -> int:
         """Return the leading blocks that are committed or pending."""
         committed = leading_blocks(hashes, self._committed.__contains__)
@@ -108,7 +105,7 @@ class WorkerState:
             epoch=self.epoch,
             number=self.number,
             calibration=self.calibration,
-            committed=self.committed(),
+            committed=tuple(self._committed),
             requests=tuple(self.requests.entries()),
         )
 

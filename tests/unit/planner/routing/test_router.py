@@ -93,11 +93,11 @@ def test_report_after_a_gap_is_rejected() -> None:
     state.apply(report(1, 0, b"a"))
     with pytest.raises(MissingReportsError, match=r"1\.2 follows 1\.0"):
         state.apply(report(1, 2, b"c"))
-    assert state.committed() == (b"a",)
+    assert state.snapshot(0).committed == (b"a",)
     with pytest.raises(MissingReportsError):
         state.apply(report(2, 1, b"d"))
     state.apply(report(1, 1, b"b"))
-    assert state.committed() == (b"a", b"b")
+    assert state.snapshot(0).committed == (b"a", b"b")
 
 
 def test_reports_of_a_lost_epoch_are_ignored() -> None:
@@ -108,6 +108,6 @@ def test_reports_of_a_lost_epoch_are_ignored() -> None:
     assert state.apply(report(3, 0, b"a")) is None
     assert not state.restore(snapshot)
     assert not state.present
-    assert state.committed() == ()
+    assert state.snapshot(0).committed == ()
     assert state.apply(report(4, 0, b"b")) == []
-    assert state.committed() == (b"b",)
+    assert state.snapshot(0).committed == (b"b",)
