@@ -31,18 +31,24 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
 
 
+COMPUTING = tuple(f"tests/{each}/" for each in ("faults", "oracle", "unit/actors", "unit/models"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--family-draws", type=int, default=3, help="random models of each family")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only where `-m` names them; tests with Ray first: they take longest."""
+    """Leave tests marked slow out unless `-m` names them.
+
+    First those with Ray, which take longest; meanwhile those that do not wait for compiled kernels.
+    """
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: not _wants_ray(item.nodeid))
+    items.sort(key=lambda item: (not _wants_ray(item.nodeid), item.nodeid.startswith(COMPUTING)))
 
 
 def pytest_collection_finish() -> None:
