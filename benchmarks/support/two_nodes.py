@@ -22,8 +22,6 @@ ENVIRONMENT = {
     **os.environ,
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
 }
 BURST_BYTES = 68 << 10  # that pass at once after a pause; tbf needs more than a segment, 64 KiB
@@ -100,9 +98,8 @@ def ray_nodes(nodes: TwoNodes) -> Iterator[None]:
     Raises RuntimeError."""
     ray = str(Path(sys.executable).parent / "ray")
     folder = tempfile.mkdtemp(prefix="tr")
-    common = ("--num-cpus=4", "--object-store-memory=100000000")
-    head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false",
-            "--no-monitor", "--include-log-monitor=false")  # fmt: skip
+    common = ("--num-cpus=4", "--object-store-memory=100000000", "--include-log-monitor=false")
+    head = ("--head", "--no-monitor", f"--node-ip-address={HEAD}", "--include-dashboard=false")
     other = (f"--address={ADDRESS}", f"--node-ip-address={OTHER}")
     try:
         for node, options in enumerate(((*head, f"--temp-dir={folder}"), other)):
