@@ -29,6 +29,7 @@ torch.set_num_threads(1)  # two cores, several workers; and sums that do not dep
 settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
+COMPUTING = ("faults", "oracle", "unit/actors", "unit/kernels", "unit/models")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,13 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run only where `-m` names them; tests with Ray first: they take longest."""
+    """Leave slow tests out unless `-m` names them; Ray, which takes longest, first, then what does
+    not wait for compiled kernels."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: not _wants_ray(item.nodeid))
+    items.sort(key=lambda item: (not _wants_ray(item.nodeid), _computes(item.nodeid)))
 
 
 def pytest_collection_finish() -> None:
@@ -60,6 +62,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if _wants_ray(nodeid) else nodeid.partition("::")[0]
+
+
+def _computes(nodeid: str) -> bool:
+    return nodeid.removeprefix("tests/").startswith(COMPUTING)
 
 
 def _wants_ray(nodeid: str) -> bool:

@@ -303,6 +303,7 @@ class CallServer:
         self._tables: list[NDArray[np.int64]] = []
         self._generations = np.empty((0, 3), np.int64)
         self._records = np.zeros((_MOST_RECORDS, RECORD_FIELDS), np.int64)
+        self._has_served = False  # in the last `serve`
         self._row_bytes = 0
 
     def place(self, halves: Mapping[int, ExpertHalf]) -> None:
@@ -339,10 +340,11 @@ class CallServer:
             priority,
             self._endpoint.epoll_fd,
             int(1e3 * timeout_s),
-            int(1e9 * self._endpoint.spin_s),
+            int(1e9 * self._endpoint.spin_s * self._has_served),  # an idle rank sleeps
             self._records.ctypes.data,
             _MOST_RECORDS,
         )
+        self._has_served = calls > 0
         for record in self._records[:calls].tolist():
             number, batch, micro_batch, layer, rows, pairs, *times_ns = record
             sent_s, start_s, done_s = (1e-9 * each for each in times_ns)

@@ -98,8 +98,8 @@ def ray_nodes(nodes: TwoNodes) -> Iterator[None]:
     Raises RuntimeError."""
     ray = str(Path(sys.executable).parent / "ray")
     folder = tempfile.mkdtemp(prefix="tr")
-    common = ("--num-cpus=4", "--object-store-memory=100000000")
-    head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
+    common = ("--num-cpus=4", "--object-store-memory=100000000", "--include-log-monitor=false")
+    head = ("--head", "--no-monitor", f"--node-ip-address={HEAD}", "--include-dashboard=false")
     other = (f"--address={ADDRESS}", f"--node-ip-address={OTHER}")
     try:
         for node, options in enumerate(((*head, f"--temp-dir={folder}"), other)):

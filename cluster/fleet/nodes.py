@@ -227,6 +227,7 @@ class RankPlacement(NamedTuple):
                 resources=resources,
                 max_restarts=0,
                 max_task_retries=0,
+                enable_task_events=False,  # its status is requested four times a second
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.placement, placement_group_bundle_index=bundle
                 ),

@@ -403,15 +403,17 @@ def _has_failed(application: str) -> bool:
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
     """Return the application for `serve.run`. launch_id: of the caller."""
-    drain_timeout_s = 0.0 if config.http.front == "direct" else config.http.drain_timeout_s
+    is_direct = config.http.front == "direct"
+    drain_timeout_s = 0.0 if is_direct else config.http.drain_timeout_s
+    wait_loop_s = 0.1 if is_direct else 2.0  # its clients have left; Serve's default
     on_head = {"num_cpus": 0, "resources": ON_HEAD}
-    anywhere = {"num_cpus": 0}
     groups = serve.deployment(
         name="Groups",
         num_replicas=1,
         max_ongoing_requests=64,
         ray_actor_options=on_head,  # all ranks depend on it
         graceful_shutdown_timeout_s=15 + drain_timeout_s,
+        graceful_shutdown_wait_loop_s=wait_loop_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(ServedGroups)
     ingress = serve.deployment(
@@ -419,8 +421,9 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         num_replicas=config.groups.ingress_replicas,
         max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
         # host:port refers to the head node
-        ray_actor_options=on_head if config.http.front == "direct" else anywhere,
+        ray_actor_options=on_head if is_direct else {"num_cpus": 0},
         graceful_shutdown_timeout_s=5 + drain_timeout_s,
+        graceful_shutdown_wait_loop_s=wait_loop_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(serve.ingress()(Ingress))
     return ingress.bind(config, groups.bind(config, launch_id))

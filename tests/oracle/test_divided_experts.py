@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.group_harness import PrefillThreads, RankConnection, prefill_config
-from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
+from tests.support.tiny_models import HALVES, VOCABULARY, Checkpoints, crossed, prompts
 
 SEEN_WITHIN_S = 10.0
 ROWS = prompts(1, [23, 1, 140, 7])
@@ -41,9 +41,9 @@ def all_logits(folder: Path, workers: int, backend: str, **prefill: Any) -> list
     return found
 
 
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize(("family", "overrides", "half"), crossed(FAMILIES, HALVES))
 def test_gathered_and_hybrid_logits_equal_resident_ones_to_the_bit(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, overrides: dict[str, Any]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, overrides: dict[str, Any], half: int
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
     expected = resident_logits(folder)
@@ -54,23 +54,24 @@ def test_gathered_and_hybrid_logits_equal_resident_ones_to_the_bit(
         (2, "shm", hybrid),
         (3, "tcp", {"experts": "gathered", "resident_layers": 2}),
         (3, "tcp", hybrid),
-    ):
+    )[half::2]:
         for logits in all_logits(folder, workers, backend, **mode):
             assert torch.equal(logits, expected), (workers, backend, mode)
 
 
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize(("family", "overrides", "half"), crossed(FAMILIES, HALVES))
 def test_all_to_all_logits_equal_resident_ones(
     tiny_checkpoint: Checkpoints,
     family: str,
     overrides: dict[str, Any],
+    half: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "tandem.worker")
     folder = tiny_checkpoint(family, **overrides)
     expected = resident_logits(folder)
     assert "preemption_disabled" not in caplog.text
-    for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
+    for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm"))[half::2]:
         for logits in all_logits(folder, workers, backend, experts="all_to_all"):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert "preemption_disabled rank=prefill-0" in caplog.text

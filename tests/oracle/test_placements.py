@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from actors.gather import all_to_all
@@ -29,7 +28,7 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.placements import replicated
-from tests.support.tiny_models import Checkpoints, prompts
+from tests.support.tiny_models import Checkpoints, crossed, prompts
 
 CALL_S = 30.0
 PLANS = [Plan(), Plan(r1=2, r2=3), Plan(order=Order.AASS, r1=3, r2=2)]
@@ -75,17 +74,9 @@ VARIANTS: list[tuple[str, list[int], dict[str, Any], bool]] = [
 ]
 
 
-def _crossed(variants: Sequence[tuple[Any, ...]]) -> list[ParameterSet]:
-    """Return each family with every second variant, and the rest as slow ones."""
-    return [
-        pytest.param(*family, *variant, marks=(pytest.mark.slow,) * ((number + place) % 2))
-        for number, family in enumerate(FAMILIES)
-        for place, variant in enumerate(variants)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("family", "overrides", "backend", "extra", "experts", "as_on_a_device"), _crossed(VARIANTS)
+    ("family", "overrides", "backend", "extra", "experts", "as_on_a_device"),
+    crossed(FAMILIES, VARIANTS),
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
@@ -112,7 +103,9 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
             _check(client, local, prompts(number, LENGTHS))
 
 
-@pytest.mark.parametrize(("family", "overrides", "as_on_a_device"), _crossed([(False,), (True,)]))
+@pytest.mark.parametrize(
+    ("family", "overrides", "as_on_a_device"), crossed(FAMILIES, [(False,), (True,)])
+)
 def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
     family: str,

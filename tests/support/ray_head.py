@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "XDG_STATE_HOME": f"{tempfile.gettempdir()}/tandem-state",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
 }

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 VOCABULARY = list(range(131))
+HALVES = [(0,), (1,)]  # of a test's variants, to be crossed with families
 Checkpoints = Callable[..., Path]  # the fixture `tiny_checkpoint`
 _COMMON = {
     "vocab_size": 131,
@@ -279,3 +282,14 @@ def set_config(folder: Path, **fields: Any) -> None:
     """Changes fields of the checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def crossed(
+    families: Sequence[tuple[Any, ...]], variants: Sequence[tuple[Any, ...]]
+) -> list[ParameterSet]:
+    """Return each family with every second variant, and the rest as slow ones."""
+    return [
+        pytest.param(*family, *variant, marks=(pytest.mark.slow,) * ((number + place) % 2))
+        for number, family in enumerate(families)
+        for place, variant in enumerate(variants)
+    ]
