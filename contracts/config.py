@@ -114,6 +114,7 @@ class GroupsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def ranks(self) -> int:
+        """Number of ranks, without the planner."""
         return self.attention_ranks + self.expert_ranks + self.prefill_ranks
 
     def __post_init__(self) -> None:

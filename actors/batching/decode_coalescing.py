@@ -46,7 +46,7 @@ class DueTimes(Observer):
 
 
 class DecodeCoalescer(Observer):
-    """Decode coalescing of an attention rank."""
+    """Decode coalescing of an attention rank. max_sequences: of a batch."""
 
     def __init__(
         self, config: PriorityConfig, scheduler: Scheduler, clock: Clock, max_sequences: int

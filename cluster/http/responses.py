@@ -141,6 +141,7 @@ class ChoiceBuilder:
         return [b"null"] if self._logprobs is None else self._logprobs.pieces()
 
     def add(self, delta: Delta) -> None:
+        """Add a delta. Raises what charging the account raises."""
         self._texts.append(delta.text)
         grown = TEXT_OVERHEAD_BYTES + len(delta.text)
         if self._logprobs is not None:

@@ -53,6 +53,7 @@ class Launcher:
         return found
 
     async def offset(self) -> ClockOffset:
+        """Return by how much this process's clock is ahead of the launcher's."""
         rounds, boot = [], ""
         with _answers("trace_failed"):
             for _ in range(ROUNDS):

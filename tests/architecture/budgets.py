@@ -65,10 +65,10 @@ def budgets() -> list[Budget]:
         # module of configuration and others merged 520 less.
         # Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts, shared_batches,
         # shared_load and mode_choice 570
-        Budget("product: lines", _lines(PRODUCT), 83_200),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 8_130),
+        Budget("product: lines", _lines(PRODUCT), 81_500),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 7_850),
         Budget("tests: lines", _lines(("tests",)), 56_800),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 13_300),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
         Budget("docs and README: words", _words(), 46_250),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
