@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.gather import all_to_all
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
 from contracts.ranks import Group
@@ -114,7 +113,6 @@ def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if as_on_a_device:
-        monkeypatch.setattr(all_to_all, "plan_dispatch", None)
         act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")

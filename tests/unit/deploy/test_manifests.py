@@ -236,7 +236,7 @@ def test_keys_are_mounted_only_where_the_ingress_runs() -> None:
 def routes() -> set[str]:
     """Return the routes in the source of the API."""
     source = Path(str(build_app.__code__.co_filename)).read_text(encoding="utf-8")
-    return set(re.findall(r'\("(/[\w/]+)", \w', source))
+    return set(re.findall(r'"(/[\w/]+)", \w', source))
 
 
 @pytest.mark.parametrize("template", PODS)
