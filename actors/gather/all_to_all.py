@@ -190,8 +190,9 @@ class AllToAll:
                 raise PeerHungError(
                     f"{peer} has not reached layer {layer} in {PEER_TIMEOUT_S:g} s", peer
                 )
-            yield  # before the poll: packets may arrive while other work runs
-            self._poll(_POLL_S)
+            yield  # other work may run, and receive packets
+            if any(key not in self._arrived for key in keys.values()):
+                self._poll(_POLL_S)
         return {peer: self._arrived.pop(key) for peer, key in keys.items()}
 
     def _poll(self, timeout_s: float) -> None:
