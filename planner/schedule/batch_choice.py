@@ -84,12 +84,14 @@ class BatchChoice:
             self._times.forget("shared", batch.tokens)
 
     def alone(self, batch: BatchWork, seconds: float) -> None:
-        """Note the time of a batch on one worker."""
-        if batch.tokens >= _LEAST_TOKENS and not self._is_first("alone"):
+        """Note the time of a batch on one worker. Rates are those of large batches."""
+        if self._is_first("alone"):
+            return
+        self._times.add("alone", batch.tokens, seconds / batch.flops)
+        if batch.tokens >= _LEAST_TOKENS:
             rate = batch.flops / seconds
             known = self._flops_per_s or rate
             self._flops_per_s = known + _NEWEST * (rate - known)
-            self._times.add("alone", batch.tokens, seconds / batch.flops)
 
     def shared(self, batch: BatchWork, seconds: float) -> None:
         """Note the time of a batch on all workers."""
