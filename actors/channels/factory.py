@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -63,13 +63,26 @@ def rank_endpoint(spec: RankSpec, device: torch.device, clock: Clock) -> Endpoin
     )
 
 
-def make_endpoint(*, config: ChannelConfig, device: torch.device, **options: Any) -> Endpoint:
-    """Create an endpoint. options: the rest of `Endpoint`'s. Raises ChannelError.
-
-    `config.backend` must not be "auto".
-    """
-    endpoint = _backend(config.backend, device)
-    return endpoint(config=config, device=with_device_index(device), **options)
+def make_endpoint(
+    *,
+    name: str,
+    token: bytes,
+    epoch: int,
+    config: ChannelConfig,
+    clock: Clock,
+    device: torch.device,
+    placement: str = "",
+) -> Endpoint:
+    """Create an endpoint. `config.backend` must not be "auto". Raises ChannelError."""
+    return _backend(config.backend, device)(
+        name=name,
+        token=token,
+        epoch=epoch,
+        config=config,
+        clock=clock,
+        device=with_device_index(device),
+        placement=placement,
+    )
 
 
 def _backend(name: str, device: torch.device) -> type[Endpoint]:

@@ -111,7 +111,11 @@ class LauncherApi(Protocol):
 
 
 class AppState(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared state of all endpoints. recent_requests: the latest completed ones, for traces."""
+    """Shared state of all endpoints.
+
+    launcher: None: this process has no access to it. tracer: None: no OpenTelemetry spans.
+    recent_requests: the latest completed ones, for traces.
+    """
 
     backend: Backend
     tokenizer: Tokenizer
