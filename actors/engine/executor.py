@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch, slice_of
 from actors.engine.micro_batch import BatchRun, MicroBatch, PassTimes, TaskSpans, cut_batch
-from actors.moe.backend import ExpertBackend, SharedLayers, TaskKey
+from actors.moe.backend import ExpertBackend, TaskKey, WholeBatch
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -280,8 +280,8 @@ class Executor:
             yield from self._add_experts(micro_batch)
         if micro_batch.stage is TaskStage.FINISH:
             yield from self._finish(micro_batch)
-        elif micro_batch.shared_layers is not None:
-            yield from self._share(micro_batch, micro_batch.shared_layers)
+        elif self._is_shared(micro_batch):
+            yield from self._share(micro_batch)
         elif self._decodes_at_once(micro_batch):
             yield from self._decode(micro_batch)
             if micro_batch.layer == self.layers and micro_batch.pending is None:
@@ -361,7 +361,7 @@ class Executor:
             last = micro_batch.last = inputs.last(counts)
             self._half.prepare(last.batch)  # now: between layers it would stall a GPU
         if len(micro_batch.batch.micro_batches) == 1:
-            micro_batch.shared_layers = self.backend.share(slices, counts, inputs, self._kv)
+            micro_batch.whole = WholeBatch(slices, counts, inputs, self._kv)
         yield
 
     def _last_counts(self, micro_batch: MicroBatch, inputs: AttentionBatch) -> list[int] | None:
@@ -377,11 +377,24 @@ class Executor:
         counts[-1] = max(1, counts[-1])
         return counts
 
-    def _share(self, micro_batch: MicroBatch, shared: SharedLayers) -> Steps[None]:
-        """Run a layer with other workers; if one is lost, that and later ones without them."""
+    def _is_shared(self, micro_batch: MicroBatch) -> bool:
+        """Return whether other workers compute the rest of a batch too, from now at the latest."""
+        if micro_batch.shared_layers is None and micro_batch.whole is not None:
+            micro_batch.shared_layers = self.backend.share(micro_batch.whole, micro_batch.layer)
+        return micro_batch.shared_layers is not None
+
+    def _share(self, micro_batch: MicroBatch) -> Steps[None]:
+        """Run a layer with other workers; if one is lost, without them."""
+        shared, inputs = micro_batch.shared_layers, micro_batch.inputs
+        assert shared is not None
+        assert inputs is not None
         micro_batch.doing = Stage.ATTENTION, micro_batch.layer
+        if micro_batch.hidden_TD is not None:
+            micro_batch.hidden_TD = yield from self._half.residual(micro_batch.hidden_TD, inputs)
         try:
-            micro_batch.hidden_TD = yield from shared.steps(micro_batch.layer)
+            micro_batch.hidden_TD = yield from shared.steps(
+                micro_batch.layer, micro_batch.hidden_TD
+            )
         except PeerError:
             micro_batch.shared_layers = None
             return

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch
-from actors.moe.backend import PendingExperts, SharedLayers
+from actors.moe.backend import PendingExperts, SharedLayers, WholeBatch
 from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
@@ -110,7 +110,8 @@ class MicroBatch:
     x_TD: torch.Tensor | None = None
     shared_TD: torch.Tensor | None = None
     pending: PendingExperts | None = None  # experts of the last layer
-    shared_layers: SharedLayers | None = None  # if other workers compute it too
+    whole: WholeBatch | None = None  # if other workers could compute it too
+    shared_layers: SharedLayers | None = None  # if they do
 
     def __post_init__(self) -> None:
         self.tokens = sum(chunk.stop - chunk.start for chunk in self.chunks)

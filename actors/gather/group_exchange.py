@@ -36,7 +36,7 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 
 class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A batch to compute together. Blocks are numbered from 0.
+    """A batch to compute together, from a layer. Blocks are numbered from 0.
 
     counts: last rows of each sequence that the last layer computes; None: all. first_order: of the
     tokens in the first layer with experts, int32; empty: as they are. keeps_kv: the leader needs
@@ -44,6 +44,7 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     slices: list[SequenceSlice]
+    layer: int
     counts: list[int] | None
     first_order: bytes
     scheme: ExchangeScheme

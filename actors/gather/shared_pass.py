@@ -64,11 +64,14 @@ class SharedPass:
         self.hidden_TD = half.embed(self._batch)
         self.layers = half.spec.num_layers
 
-    def steps(self, layer: int) -> Steps[Tensor]:
+    def steps(self, layer: int, hidden_TD: Tensor | None = None) -> Steps[Tensor]:
         """Compute a layer and return the residual of all its rows.
 
-        Raises PeerError, also between two steps if a worker has left.
+        hidden_TD: the leader's residual of the layer before the pass. Raises PeerError, also
+        between two steps if a worker has left.
         """
+        if hidden_TD is not None:
+            self.hidden_TD = hidden_TD
         steps, self._exchange.layer = self._steps(layer), layer
         while True:
             try:
@@ -80,6 +83,8 @@ class SharedPass:
 
     def _steps(self, layer: int) -> Steps[None]:
         half, exchange = self._half, self._exchange
+        if 0 < layer == self._call.layer:
+            yield from self._begin()
         last = self._last if layer == self.layers - 1 else None
         yield from self._cache.load(layer)
         partial_RD = yield from half.partial_steps(
@@ -105,6 +110,19 @@ class SharedPass:
             own_UD = yield from self._feed_forward(layer, own_UD)
         pairs_UW = self._predict(layer + 1, own_UD)
         self.hidden_TD = yield from self._gather(layer, own_UD, shards, pairs_UW)
+
+    def _begin(self) -> Steps[None]:
+        """Send the leader's residual to the others."""
+        exchange, before = self._exchange, self._call.layer - 1
+        leader = exchange.names[self._leader]
+        if exchange.rank != self._leader:
+            packet = yield from exchange.receive_context(before, leader)
+            self.hidden_TD = packet.tensors[0].clone()
+            packet.release()
+            return
+        for peer in exchange.names:
+            if peer != leader:
+                exchange.send_context(before, peer, [self.hidden_TD])
 
     def finish(self, layers: int) -> None:
         """End the pass of the leader, of which all workers have computed the first layers."""

@@ -2,8 +2,9 @@
 
 The worker that has the batch leads. It calls the others if it expects to gain time and none is
 known to be busy, waits for their answers for at most an eighth of that, and computes alone if one
-declines. A worker that receives requests of its own leaves a pass at once. The leader computes that
-layer and later ones of a pass that was left, or that lost a worker, alone.
+declines. It calls again before a later layer, if they are idle then. A worker that receives
+requests of its own leaves a pass at once. The leader computes that layer and later ones of a pass
+that was left, or that lost a worker, alone.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from actors.gather.group_exchange import (
 from actors.gather.shared_cache import GroupHalf, OuterPool, numbered_slices
 from actors.gather.shared_pass import SharedPass
 from actors.gather.stored_backend import StoredBackend, StoredPending
-from actors.moe.backend import SharedLayers
+from actors.moe.backend import SharedLayers, WholeBatch
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import PeerError, PeerHungError
 from contracts.logs import event
 from kernels.steps import Steps
-from models.decoder.attention import KvPool
-from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import ExpertStore
 from planner.arrays import Floats
@@ -84,8 +84,8 @@ class _Following(NamedTuple):
     leader: str
     call: GroupCall
     accepted_s: float
+    layer: int
     shared: SharedPass | None = None
-    layer: int = 0
     steps: Steps[Tensor] | None = None
     layer_s: float = 0.0
     began_s: float = 0.0
@@ -112,6 +112,8 @@ class ShuffledBackend(StoredBackend):
         self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
         self._busy = BusyWorkers()
         self._announced = False  # that this worker is busy
+        self._has_lost = False  # the batch that it led last has lost a worker
+        self._begin_s = 0.0  # of the last pass, until its first layer
 
     @property
     def is_engaged(self) -> bool:
@@ -123,67 +125,72 @@ class ShuffledBackend(StoredBackend):
 
     # --- leading
 
-    def share(
-        self,
-        slices: Sequence[SequenceSlice],
-        counts: list[int] | None,
-        batch: AttentionBatch,
-        kv: KvPool,
-    ) -> SharedLayers | None:
-        self._alone = None
-        work, mean_row = self._work_of(slices), self._exchange.levels.mean_row
-        gain_s = self._choice.gain_s(work, self.copy_s, mean_row)
-        if gain_s <= 0.0 or not self._may_call():
-            self._stay_alone(work)
+    def share(self, whole: WholeBatch, layer: int) -> SharedLayers | None:
+        if not layer:
+            self._alone, self._has_lost = None, False
+        may_call = self._may_call()
+        if layer and not may_call:
             return None
-        numbered, numbering = numbered_slices(slices)
-        group, first_order, levels = self._group, b"", self._exchange.levels
-        scheme = group.scheme or served_scheme(levels.nodes)
-        if group.facts.first_shares is not None and scheme is ExchangeScheme.SHUFFLED:
+        work = self._work_of(whole.slices, layer)
+        gain_s = self._choice.gain_s(work, self.copy_s, self._exchange.levels.mean_row)
+        least_s = self._begin_s if layer else 0.0
+        led = self._lead(whole, layer, work, gain_s) if may_call and gain_s > least_s else None
+        if led is not None:
+            self._leading, self._alone = led, None
+        elif not layer:
+            self._alone = work, self._clock()
+            self._announce(self._choice.alone_s(work, self.copy_s))
+        return led
+
+    def _lead(
+        self, whole: WholeBatch, layer: int, work: BatchWork, gain_s: float
+    ) -> _LedPass | None:
+        """Call the others, and begin a pass if all accept."""
+        start_s, levels, group = self._clock(), self._exchange.levels, self._group
+        numbered, numbering = numbered_slices(whole.slices)
+        scheme, first_order = group.scheme or served_scheme(levels.nodes), b""
+        shares_of = None if layer else group.facts.first_shares
+        if shares_of is not None and scheme is ExchangeScheme.SHUFFLED:
             ids = [token_id for each in numbered for token_id in each.token_ids]
-            values_TW = levels.landing_values(group.facts.first_shares(ids))
+            values_TW = levels.landing_values(shares_of(ids))
             first_order = shuffled_order(values_TW).astype(np.int32).tobytes()
         call = GroupCall(
             slices=numbered,
-            counts=counts,
+            layer=layer,
+            counts=whole.counts,
             first_order=first_order,
             scheme=scheme,
             keeps_kv=group.keeps_kv,
             nodes=list(levels.nodes),
         )
-        start_s = self._clock()
         if not self._call(call, min(gain_s / 8, PEER_TIMEOUT_S)):
-            self._stay_alone(work)
             return None
-        outer = OuterPool(kv, batch, numbering) if group.keeps_kv else None
+        outer = OuterPool(whole.kv, whole.batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
-        self._leading = _LedPass(self, shared, work, start_s)
-        return self._leading
+        self._begin_s = self._clock() - start_s
+        return _LedPass(self, shared, work, start_s)
 
     def _may_call(self) -> bool:
         """Return whether no worker is known to be busy or lost."""
-        if self._leading is not None or not self._exchange.is_linked:
+        if self._leading is not None or self._has_lost or not self._exchange.is_linked:
             return False
         self._answer(0.0, idle=False)
         return self._clock() >= self._busy.until_s
 
-    def _stay_alone(self, work: BatchWork) -> None:
-        """Note that a batch runs here."""
-        self._alone = work, self._clock()
-        self._announce(work)
-
-    def _announce(self, work: BatchWork, part: float = 1.0) -> None:
-        """Notify the others, which might call, that a part of a batch runs here."""
+    def _announce(self, seconds: float) -> None:
+        """Notify the others, which might call, that a batch runs here."""
         if self._leading is None and self._exchange.is_linked:
             self._announced = True
-            self._exchange.send(Busy(part * self._choice.alone_s(work, self.copy_s)), 0)
+            self._exchange.send(Busy(seconds), 0)
 
-    def _work_of(self, slices: Sequence[SequenceSlice]) -> BatchWork:
+    def _work_of(self, slices: Sequence[SequenceSlice], first_layer: int) -> BatchWork:
+        """Return the work of a batch from a layer on."""
         spec, work = self._half.spec, self._group.facts.work
         tokens = sum(len(each.token_ids) for each in slices)
         flops = sum(work(each.start, each.start + len(each.token_ids)) for each in slices)
-        row_bytes = spec.hidden_size * self._half.dtype.itemsize
-        return BatchWork(tokens, flops, spec.num_layers, row_bytes)
+        row_bytes, layers = spec.hidden_size * self._half.dtype.itemsize, spec.num_layers
+        rest = layers - first_layer
+        return BatchWork(tokens, flops * rest // layers, rest, row_bytes)
 
     def _call(self, call: GroupCall, timeout_s: float) -> bool:
         """Call the others; return whether all have accepted, and start the pass."""
@@ -211,6 +218,9 @@ class ShuffledBackend(StoredBackend):
             self._end(Aborted(error.message))
             return False
         if missing:
+            work = self._work_of(call.slices, call.layer)
+            for peer in missing:  # not called again before their next `Busy`
+                self._busy.note(peer, self._choice.alone_s(work, self.copy_s), self._clock())
             self._end(Aborted("not all workers are idle"))
             return False
         exchange.send(Started(), number)
@@ -223,13 +233,16 @@ class ShuffledBackend(StoredBackend):
         self._leading = None
         self._exchange.end()
 
-    def abandon(self, reason: str, work: BatchWork, part: float) -> None:
-        """End the pass that this worker leads before its end, and compute a part of it here."""
+    def abandon(self, error: Exception | None, rest: BatchWork) -> None:
+        """End the pass that this worker leads before its end, and compute the rest here."""
         is_left = isinstance(self._exchange.ended, Left)
         self._group.counts["left" if is_left else "lost"] += 1
-        self._leading = None
-        self._end(Aborted(reason))
-        self._announce(work, part)
+        self._leading, self._has_lost = None, not is_left
+        self._end(Aborted("the batch was dropped" if error is None else str(error)))
+        rest_s = self._choice.alone_s(rest, self.copy_s)
+        if isinstance(error, PeerError):
+            self._busy.note(error.peer, rest_s, self._clock())
+        self._announce(rest_s)
 
     def _end(self, message: Aborted) -> None:
         self._exchange.send(message, self._exchange.number)
@@ -244,19 +257,17 @@ class ShuffledBackend(StoredBackend):
         if following.steps is not None and self._finishes_layer(following, waiting_tokens):
             self._woken.set()  # to decide again after a step
             return
-        self._following = None
+        self._following, self._announced = None, True
         self._exchange.send(Left(following.layer), self._exchange.number)
         if following.steps is not None:
             following.steps.close()
         self._exchange.end()
-        work, part = self._work_of(following.call.slices), 1.0
-        if following.shared is not None:
-            part -= following.layer / following.shared.layers
-        rest_s = part * self._choice.alone_s(work, self.copy_s)
+        rest = self._work_of(following.call.slices, following.layer)
+        rest_s = self._choice.alone_s(rest, self.copy_s)
         self._busy.note(following.leader, rest_s, self._clock())
 
     def _finishes_layer(self, following: _Following, waiting_tokens: int) -> bool:
-        batch, copy_s = self._work_of(following.call.slices), self.copy_s
+        batch, copy_s = self._work_of(following.call.slices, 0), self.copy_s
         flops = self._group.facts.work(0, waiting_tokens)
         own = batch._replace(tokens=waiting_tokens, flops=flops)
         own_s, batch_s = (self._choice.alone_s(each, copy_s) for each in (own, batch))
@@ -288,7 +299,7 @@ class ShuffledBackend(StoredBackend):
             if isinstance(message, GroupCall):
                 if idle and self._following is None and self._exchange.is_linked:
                     self._exchange.begin(number)
-                    self._following = _Following(peer, message, self._clock())
+                    self._following = _Following(peer, message, self._clock(), message.layer)
                     self._exchange.send(Accepted(), number, [peer])
                 else:
                     self._exchange.send(Declined(), number, [peer])
@@ -362,26 +373,29 @@ class _LedPass:
         self._backend, self._shared, self._work, self._start_s = backend, shared, work, start_s
         self._is_open = True
 
-    def steps(self, layer: int) -> Steps[Tensor]:
+    def steps(self, layer: int, hidden_TD: Tensor | None) -> Steps[Tensor]:
+        layers = self._shared.layers
         try:
-            hidden_TD = yield from self._shared.steps(layer)
+            hidden_TD = yield from self._shared.steps(layer, hidden_TD)
         except Exception as error:
             if not isinstance(self._backend._exchange.ended, Left):
                 event(log, "shared_batch_lost", logging.WARNING, layer=layer, reason=error)
             if isinstance(error, PeerError):
                 self._shared.finish(layer)
-            self._close(str(error), 1 - layer / self._shared.layers)
+            self._close(error, layers - layer)
             raise
-        if layer == self._shared.layers - 1:
+        if layer == layers - 1:
             self._shared.finish(layer + 1)
             self._is_open = False
             self._backend.led(self._backend._clock() - self._start_s, self._work)
         return hidden_TD
 
     def close(self) -> None:
-        self._close("the batch was dropped", 0.0)
+        self._close(None, 0)
 
-    def _close(self, reason: str, part: float) -> None:
+    def _close(self, error: Exception | None, layers: int) -> None:
+        """End the pass. layers: those that follow."""
         if self._is_open:
             self._is_open = False
-            self._backend.abandon(reason, self._work, part)
+            flops = self._work.flops * layers // self._work.layers
+            self._backend.abandon(error, self._work._replace(flops=flops, layers=layers))

@@ -104,13 +104,22 @@ class PendingExperts(Protocol):
         """True if `combine` would not wait."""
 
 
+class WholeBatch(NamedTuple):
+    """A batch in one micro-batch. counts: rows of each sequence in the last layer; None: all."""
+
+    slices: Sequence[SequenceSlice]
+    counts: list[int] | None
+    batch: AttentionBatch
+    kv: KvPool
+
+
 class SharedLayers(Protocol):
-    """A batch whose layers several workers compute together."""
+    """A batch whose layers several workers compute together, to the last one."""
 
-    def steps(self, layer: int) -> Steps[Tensor]:
-        """Compute a layer and return its residual.
+    def steps(self, layer: int, hidden_TD: Tensor | None) -> Steps[Tensor]:
+        """Compute a layer and return its residual. hidden_TD: that of the layer before.
 
-        Raises PeerError if a worker is lost: this layer and later ones are computed without others.
+        Raises PeerError if a worker is lost: this layer is computed without others.
         """
 
     def close(self) -> None:
@@ -163,17 +172,8 @@ class ExpertBackend(Generic[P]):
         """Return what runs several layers of a decode batch at once; None: layers are tasks."""
         return None
 
-    def share(
-        self,
-        slices: Sequence[SequenceSlice],
-        counts: list[int] | None,
-        batch: AttentionBatch,
-        kv: KvPool,
-    ) -> SharedLayers | None:
-        """Return a whole batch that other workers compute with this one; None: they do not.
-
-        counts: rows of each sequence that the last layer computes; None: all.
-        """
+    def share(self, whole: WholeBatch, layer: int) -> SharedLayers | None:
+        """Return the rest of a batch, from a layer, if other workers compute it with this one."""
         return None
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:

@@ -81,6 +81,7 @@ def schemes(
             is_shuffled = scheme is ExchangeScheme.SHUFFLED
             call = GroupCall(
                 slices=slices,
+                layer=0,
                 counts=None,
                 first_order=order if is_shuffled else b"",
                 scheme=scheme,
