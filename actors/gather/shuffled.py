@@ -132,7 +132,9 @@ class ShuffledBackend(StoredBackend):
         if layer and not may_call:
             return None
         work = self._work_of(whole.slices, layer)
-        gain_s = self._choice.gain_s(work, self.copy_s, self._exchange.levels.mean_row)
+        leaves_per_s = self._busy.leaves_per_s(self._clock())
+        mean_row = self._exchange.levels.mean_row
+        gain_s = self._choice.gain_s(work, self.copy_s, mean_row, leaves_per_s)
         least_s = self._begin_s if layer else 0.0
         led = self._lead(whole, layer, work, gain_s) if may_call and gain_s > least_s else None
         if led is not None:
@@ -229,6 +231,7 @@ class ShuffledBackend(StoredBackend):
     def led(self, seconds: float, work: BatchWork) -> None:
         """Note that a pass which this worker led has ended."""
         self._group.counts["led"] += 1
+        self._announced = True
         self._choice.shared(work, seconds)
         self._leading = None
         self._exchange.end()
@@ -301,6 +304,9 @@ class ShuffledBackend(StoredBackend):
                     self._exchange.begin(number)
                     self._following = _Following(peer, message, self._clock(), message.layer)
                     self._exchange.send(Accepted(), number, [peer])
+                    rest = self._work_of(message.slices, message.layer)
+                    rest_s = self._choice.alone_s(rest, self.copy_s)
+                    self._busy.note(peer, rest_s, self._clock())
                 else:
                     self._exchange.send(Declined(), number, [peer])
             elif self._following is not None and number == self._exchange.number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from planner.scheduling.measured_rates import TaskTimes
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
 _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
+_KEPT = 0.95  # of the weight of an idle time, by each later one
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
 
 
@@ -46,17 +48,23 @@ class BatchChoice:
         modelled_s = compute_s / batch.layers + (batch.layers - 1) * copy_s
         return self._measured_s("alone", batch) or max(compute_s, modelled_s)
 
-    def gain_s(self, batch: BatchWork, copy_s: float, mean_row: float) -> float:
+    def gain_s(
+        self, batch: BatchWork, copy_s: float, mean_row: float, leaves_per_s: float = 0.0
+    ) -> float:
         """Return the expected gain; not positive before a batch was measured alone.
 
-        mean_row: time of a row over a link, in times of one inside a node.
+        mean_row: time of a row over a link, in times of one inside a node. leaves_per_s: rate at
+        which others leave a batch, whose layer is then computed again.
         """
         if not self._flops_per_s:
             return 0.0
         alone_s, shared_s = self.alone_s(batch, copy_s), self._measured_s("shared", batch)
-        if shared_s >= alone_s:
-            self._forget(batch)
-        return alone_s - (shared_s or self._modelled_s(batch, mean_row))
+        shared_s = shared_s or self._modelled_s(batch, mean_row)
+        layer_s = shared_s / batch.layers
+        stay = math.exp(-leaves_per_s * layer_s)
+        layers = (1 - stay**batch.layers) / (1 - stay) if stay < 1 else batch.layers
+        lost_s = layer_s / 2 + copy_s  # the next experts are not copied yet
+        return layers * (stay * (alone_s - shared_s) / batch.layers - (1 - stay) * lost_s)
 
     def _measured_s(self, kind: str, batch: BatchWork) -> float:
         """Return the seconds of batches of this size; 0: not measured yet."""
@@ -88,6 +96,8 @@ class BatchChoice:
         if self._is_first("alone"):
             return
         self._times.add("alone", batch.tokens, seconds / batch.flops)
+        if self._measured_s("shared", batch) >= self._measured_s("alone", batch):
+            self._forget(batch)
         if batch.tokens >= _LEAST_TOKENS:
             rate = batch.flops / seconds
             known = self._flops_per_s or rate
@@ -119,10 +129,23 @@ class BusyWorkers:
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
+        self._idle_since_s: dict[str, float] = {}
+        self._idle_times = self._idle_s = 0.0  # newer ones count more
 
     def note(self, worker: str, seconds: float, now_s: float) -> None:
-        """Note that a worker is busy for some time, of which LONGEST_BUSY_S count."""
+        """Note that a worker is busy for some time, of which LONGEST_BUSY_S count; 0: idle."""
         self._until_s[worker] = now_s + min(LONGEST_BUSY_S, seconds)  # the longest for NaN
+        if seconds == 0.0:
+            self._idle_since_s.setdefault(worker, now_s)
+        elif (since_s := self._idle_since_s.pop(worker, None)) is not None:
+            self._idle_times = 1.0 + _KEPT * self._idle_times
+            self._idle_s = now_s - since_s + _KEPT * self._idle_s
+
+    def leaves_per_s(self, now_s: float) -> float:
+        """Return the rate at which an idle worker gets requests, times the workers; 0: unknown."""
+        since = self._idle_since_s.values()
+        idle_s = self._idle_s + sum(now_s - each for each in since)
+        return len(self._until_s) * self._idle_times / (1.0 + idle_s)
 
     @property
     def until_s(self) -> float:

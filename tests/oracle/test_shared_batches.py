@@ -18,6 +18,7 @@ from actors.channels.endpoint import Endpoint
 from actors.gather.group_exchange import GroupExchange
 from actors.gather.shared_pass import SharedPass
 from actors.gather.shuffled import ShuffledBackend
+from actors.moe.backend import WholeBatch
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import channel_addresses
@@ -126,6 +127,7 @@ def test_logits_of_shared_batches_equal_those_of_one_worker(
 
 PREFIX = prompts(2, [70])[0]
 WITH_PREFIX = [PREFIX + tail for tail in prompts(3, [90, 5, 33, 1])]
+_FOUR_LAYERS: dict[str, dict[str, Any]] = {"qwen3_next": STATES}  # it has four
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,31 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
             sent.clear()
             # Until then the workers may know each other as busy.
             until(functools.partial(shares, client, group, WITH_PREFIX[0], expected[:1]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next", "afmoe"])
+def test_worker_that_becomes_idle_computes_the_rest_of_a_batch(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    folder = tiny_checkpoint(family, **_FOUR_LAYERS.get(family, {"num_hidden_layers": 4}))
+    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
+    expected, share = alone_logits(folder, WITH_PREFIX, **chunks), ShuffledBackend.share
+
+    def shared(leader: ShuffledBackend, whole: WholeBatch, layer: int) -> Any:
+        if layer < 2:
+            return None
+        until(leader._may_call)
+        return share(leader, whole, layer)
+
+    for workers in (2, 3):
+        with (
+            sharing(folder, workers, **chunks) as group,
+            group.client() as client,
+            patch.object(ShuffledBackend, "share", shared),
+        ):
+            found = logits_of(client, WITH_PREFIX)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            assert led(group) >= len(WITH_PREFIX)
 
 
 def test_call_that_one_worker_declines_ends_without_a_warning_of_the_others(

@@ -52,8 +52,11 @@ def test_time_of_all_workers_is_tried_again_after_many_refusals() -> None:
     for seconds in (9.0, 0.5):
         choice.alone(BATCH, seconds)
         choice.shared(BATCH, 2 * seconds)
-    assert max(choice.gain_s(BATCH, 0.0, 1.0) for _ in range(63)) < 0.0
-    assert choice.gain_s(BATCH, 0.0, 1.0) < 0.0 < choice.gain_s(BATCH, 0.0, 1.0)
+    for _ in range(63):
+        choice.alone(BATCH, 0.5)
+    assert choice.gain_s(BATCH, 0.0, 1.0) < 0.0
+    choice.alone(BATCH, 0.5)
+    assert choice.gain_s(BATCH, 0.0, 1.0) > 0.0
 
 
 def test_workers_are_busy_for_the_time_they_announced_last() -> None:
@@ -64,6 +67,35 @@ def test_workers_are_busy_for_the_time_they_announced_last() -> None:
     assert busy.until_s == 102.0
     busy.note("prefill-1", 0.0, 101.0)
     assert busy.until_s == 101.5
+
+
+def test_gain_counts_layers_that_are_computed_again_when_others_leave() -> None:
+    choice = BatchChoice(2)
+    for seconds in (9.0, 1.6):  # 0.2 s a layer
+        choice.alone(BATCH, seconds)
+    for seconds in (9.0, 0.8):  # 0.1 s a layer
+        choice.shared(BATCH, seconds)
+    assert choice.gain_s(BATCH, 0.0, 1.0) == pytest.approx(0.8)
+    stays = math.exp(-2.0 * 0.1)
+    layers = sum(stays**layer for layer in range(8))
+    expected_s = layers * (stays * 0.1 - (1 - stays) * (0.05 + 0.01))
+    assert choice.gain_s(BATCH, 0.01, 1.0, 2.0) == pytest.approx(expected_s)
+    assert choice.gain_s(BATCH, 0.01, 1.0, 20.0) < 0.0
+
+
+def test_rate_of_leaving_follows_the_idle_times_of_other_workers() -> None:
+    busy, now_s = BusyWorkers(), 100.0
+    assert busy.leaves_per_s(now_s) == 0.0
+    for _ in range(200):
+        busy.note("prefill-1", 0.0, now_s)
+        busy.note("prefill-1", 0.0, now_s + 0.1)
+        busy.note("prefill-1", 0.3, now_s + 0.25)
+        now_s += 0.5
+    assert busy.leaves_per_s(now_s) == pytest.approx(4.0, rel=0.2)
+    busy.note("prefill-2", 1.0, now_s)
+    assert busy.leaves_per_s(now_s) == pytest.approx(8.0, rel=0.2)
+    busy.note("prefill-1", 0.0, now_s)
+    assert busy.leaves_per_s(now_s + 60.0) < 0.7
 
 
 @pytest.mark.parametrize("seconds", [1e9, math.inf, math.nan])
