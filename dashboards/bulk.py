@@ -98,7 +98,5 @@ _RANKS = PanelRow(
 )
 
 BULK = BoardSpec(
-    Board.BULK,
-    "Bulk jobs and the prefill workers that serve them.",
-    (_JOBS, _WORK, _RANKS),
+    Board.BULK, "Bulk jobs and the prefill workers that serve them.", (_JOBS, _WORK, _RANKS)
 )

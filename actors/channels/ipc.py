@@ -37,14 +37,7 @@ from actors.channels.cuda import (
     recorded,
     require_cupy,
 )
-from actors.channels.link import (
-    Link,
-    LinkSockets,
-    PayloadLayout,
-    Reservation,
-    encode,
-    lay_out,
-)
+from actors.channels.link import Link, LinkSockets, PayloadLayout, Reservation, encode, lay_out
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
     FLAG_BYTES,

@@ -17,13 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.channels.base import (
-    Header,
-    Packet,
-    TensorSpec,
-    connection_closed,
-    connection_lost,
-)
+from actors.channels.base import Header, Packet, TensorSpec, connection_closed, connection_lost
 from actors.channels.heartbeat import HeartbeatMonitor
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError

@@ -29,13 +29,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from actors.channels.base import (
-    Header,
-    Packet,
-    TensorSpec,
-    connection_closed,
-    connection_lost,
-)
+from actors.channels.base import Header, Packet, TensorSpec, connection_closed, connection_lost
 from actors.channels.endpoint import Endpoint
 from actors.channels.link import (
     MAX_FRAME_BYTES,

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.channels.cuda import (
-    has_passed,
-    new_stream,
-    recorded,
-    require_cupy,
-    wait_for_stream,
-)
+from actors.channels.cuda import has_passed, new_stream, recorded, require_cupy, wait_for_stream
 from actors.channels.ipc import device_bytes
 from contracts.errors import ChannelError
 

@@ -229,11 +229,7 @@ class SharedPass:
         return sum_UD.to(partial_RD.dtype)
 
     def _gather(
-        self,
-        layer: int,
-        own_UD: Tensor,
-        shards: Sequence[Tensor],
-        pairs_UW: Tensor | None = None,
+        self, layer: int, own_UD: Tensor, shards: Sequence[Tensor], pairs_UW: Tensor | None = None
     ) -> Steps[Tensor]:
         """Return the rows of all workers in their order, and keep predictions."""
         exchange, own = self._exchange, [own_UD]

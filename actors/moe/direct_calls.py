@@ -43,12 +43,7 @@ from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.layer_decoder import (
-    CallOwner,
-    DecodedLayers,
-    LayerDecoder,
-    most_rows,
-)
+from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder, most_rows
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec

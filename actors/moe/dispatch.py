@@ -285,11 +285,7 @@ class DispatchCounts:
         return self._pairs_of(layer, placed).pairs_S
 
     def add_totals(
-        self,
-        layer: int,
-        rows_R: NDArray[np.int64],
-        pairs_S: NDArray[np.int64],
-        placed: LayerSlots,
+        self, layer: int, rows_R: NDArray[np.int64], pairs_S: NDArray[np.int64], placed: LayerSlots
     ) -> None:
         """Count the rows of each rank and the pairs of each slot, of tokens that are counted."""
         own = 0 if self.own_rank is None else rows_R[self.own_rank]

@@ -30,13 +30,7 @@ from contracts import metrics
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.planner_messages import (
-    Batch,
-    BatchReport,
-    NoPlanReason,
-    PlanSource,
-    TrafficReport,
-)
+from contracts.planner_messages import Batch, BatchReport, NoPlanReason, PlanSource, TrafficReport
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import bucket_of

@@ -69,11 +69,7 @@ def expert_rank(spec: RankSpec) -> Rank:
         generations=held.rebalancer,
         device=device,
     )
-    ready = RankReady(
-        name=spec.name,
-        pid=os.getpid(),
-        channel_address=endpoint.listen(spec.host),
-    )
+    ready = RankReady(name=spec.name, pid=os.getpid(), channel_address=endpoint.listen(spec.host))
     loop = ExpertLoop(endpoint, server, held, reports)
     hooks = RankHooks(join_planner=reports.join)
     return Rank(spec, ready, loop, telemetry, recorded, hooks)
@@ -103,9 +99,7 @@ def _load_experts(
     own, generation = spec.own_experts, spec.placement.generation
 
     def rebalance(
-        store: ResidentExperts | CachedExperts,
-        loader: ExpertLoader,
-        urgent_loader: ExpertLoader,
+        store: ResidentExperts | CachedExperts, loader: ExpertLoader, urgent_loader: ExpertLoader
     ) -> ExpertRebalancer:
         reports.rebalancer = ExpertRebalancer(
             endpoint,

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from actors.batching.observer import LoopControl, Observer
 from actors.telemetry.exporter import Exporter, ScrapeKey
-from actors.telemetry.telemetry import (
-    RankMetrics,
-    Recorded,
-    Telemetry,
-    Timeline,
-)
+from actors.telemetry.telemetry import RankMetrics, Recorded, Telemetry, Timeline
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
 from contracts.logs import event

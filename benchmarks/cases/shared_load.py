@@ -4,7 +4,7 @@
 
 A random checkpoint of 120 M parameters in float32; two groups of two workers with a core each take
 turns with equal arrivals: three short prompts for a long one, each to the worker with the fewest
-open tokens. Off: prefill.experts=gathered. Ranges: of nine in ten resamplings of the arrivals.
+open tokens. Off: prefill.experts=gathered. Ranges: of nine in ten resamplings of the rounds.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def running(
 def measure(options: argparse.Namespace) -> Measured:
     """Measure the capacity, that of a burst with sharing off, and the seconds of prompts."""
     burst = [Arrival(0.0, tokens) for tokens in MIX * options.burst]
-    samples, summary = dict[str, list[float]](), dict[str, Any]()
+    samples, summary = dict[str, list[list[float]]](), dict[str, Any]()
     with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
         groups = {n: stack.enter_context(running(folder, mode)) for n, mode in VARIANTS.items()}
@@ -114,10 +114,13 @@ def measure(options: argparse.Namespace) -> Measured:
             ) < options.seconds:
                 arrivals.append(Arrival(at_s, rng.choice(MIX)))
             for name in VARIANTS if number % 2 else reversed(VARIANTS):
+                taken = dict[str, list[float]](long=[], short=[])
                 for each, taken_s in zip(arrivals, groups[name].play(arrivals), strict=True):
-                    kind = "long" if each.tokens == LONG else "short"
-                    samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(taken_s)
-    for name, seconds in samples.items():
+                    taken["long" if each.tokens == LONG else "short"].append(taken_s)
+                for kind, seconds in taken.items():
+                    samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(seconds)
+    for name, rounds in samples.items():
+        seconds = list(itertools.chain(*rounds))
         p50, p90 = percentile(seconds, 0.5), percentile(seconds, 0.9)
         summary[name] = {"prompts": len(seconds), "mean": mean(seconds), "p50": p50, "p90": p90}
     for name, row in list(summary.items()):
@@ -128,11 +131,14 @@ def measure(options: argparse.Namespace) -> Measured:
     return Measured(dict(samples), summary)
 
 
-def ratio_range(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Return the range of nine in ten ratios of means of resampled pairs."""
-    dice, pairs = random.Random(0), list(zip(seconds, others, strict=True))
-    draws = (zip(*dice.choices(pairs, k=len(pairs)), strict=True) for _ in range(1000))
-    ratios = [sum(one) / sum(other) for one, other in draws]
+def ratio_range(
+    seconds: Sequence[list[float]], others: Sequence[list[float]]
+) -> tuple[float, float]:
+    """Return the range of nine in ten ratios of means of resampled rounds."""
+    dice, sums = random.Random(0), list(zip(map(sum, seconds), map(sum, others), strict=True))
+    draws = (zip(*dice.choices(sums, k=len(sums)), strict=True) for _ in range(1000))
+    pairs = ((sum(one), sum(other)) for one, other in draws)
+    ratios = [one / other for one, other in pairs if other]
     return percentile(ratios, 0.05), percentile(ratios, 0.95)
 
 
@@ -143,8 +149,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=25.0, help="of a variant in a round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=9.0, help="of a variant in a round")
     parser.add_argument("--burst", type=int, default=8, help="long prompts, for the capacity")
 
 

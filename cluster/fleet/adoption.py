@@ -24,12 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.ranks.remote import NAMESPACE, RayRank
 from actors.ranks.rendezvous import GroupSpec
 from cluster.fleet.fleet import Fleet
-from cluster.fleet.fleet_store import (
-    FleetRecord,
-    FleetStore,
-    RankRecord,
-    restore_placement,
-)
+from cluster.fleet.fleet_store import FleetRecord, FleetStore, RankRecord, restore_placement
 from cluster.fleet.metrics_endpoint import create_scrape_targets
 from cluster.fleet.nodes import RankPlacement
 from cluster.fleet.rank_group import Member, RankBundle, RankGroup

@@ -31,13 +31,7 @@ from contracts.config import SCALABLE, TandemConfig
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
 from contracts.ranks import Group, rank_name
-from contracts.scaling import (
-    ScaleCheckpoint,
-    ScaleState,
-    ScaleTarget,
-    check_target,
-    format_counts,
-)
+from contracts.scaling import ScaleCheckpoint, ScaleState, ScaleTarget, check_target, format_counts
 
 log = logging.getLogger("tandem.fleet")
 

@@ -27,13 +27,7 @@ from cluster.http.admin import (
 )
 from cluster.http.authenticator import Authenticator
 from cluster.http.batch_types import BatchCall
-from cluster.http.batches import (
-    create_batch,
-    file_content,
-    on_owned,
-    page_query,
-    upload_file,
-)
+from cluster.http.batches import create_batch, file_content, on_owned, page_query, upload_file
 from cluster.http.chat import chat_completions, detokenize, tokenize
 from cluster.http.classification import classify, score
 from cluster.http.completions import completions

@@ -65,10 +65,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Metadata = Annotated[
-    dict[
-        Annotated[str, Meta(max_length=64)],
-        Annotated[str, Meta(max_length=512)],
-    ],
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
 

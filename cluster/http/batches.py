@@ -231,8 +231,7 @@ def page_query(request: Request) -> PageQuery:
 
 
 def on_owned(
-    method: str,
-    argument: Callable[[Request], object] = lambda request: request.path_params["id"],
+    method: str, argument: Callable[[Request], object] = lambda request: request.path_params["id"]
 ) -> PlainEndpoint:
     """Return the endpoint that calls a method with the caller and an argument of the request."""
 

@@ -384,12 +384,7 @@ def check_tokens(token_ids: list[int], model: ModelInfo, param: str) -> None:
 
 
 def resolve_max_tokens(
-    prompt_tokens: int,
-    options: GenerationOptions,
-    app_state: AppState,
-    *,
-    default: int,
-    param: str,
+    prompt_tokens: int, options: GenerationOptions, app_state: AppState, *, default: int, param: str
 ) -> int:
     """Return max_tokens for this prompt.
 

@@ -70,11 +70,7 @@ class Ticket:
     """
 
     def __init__(
-        self,
-        submit: Submit,
-        *,
-        wait_for_slot: bool,
-        on_lost: Callable[[Ticket, Failed], None],
+        self, submit: Submit, *, wait_for_slot: bool, on_lost: Callable[[Ticket, Failed], None]
     ) -> None:
         pipeline = Pipeline.PREFILL if submit.prefill_only else Pipeline.GENERATION
         self.kind = pipeline.value, submit.priority.label

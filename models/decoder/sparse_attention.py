@@ -131,10 +131,7 @@ def _with_selection(plan: AttentionPlan, seen: CompiledRows, slots_BK: Tensor) -
     first = len(before.table)
     steps = [(n, min(first + B, n + _STEP_ROWS)) for n in range(first, first + B, _STEP_ROWS)]
     rows = CompiledRows(
-        np.concatenate((before.table, table)),
-        (*before.slots, slots_BK),
-        (*before.steps, *steps),
-        0,
+        np.concatenate((before.table, table)), (*before.slots, slots_BK), (*before.steps, *steps), 0
     )
     return dataclasses.replace(plan, rows=rows)
 

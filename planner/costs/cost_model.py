@@ -10,12 +10,7 @@ import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.costs.model_shape import (
-    AttentionWork,
-    ModelShape,
-    layer_mean_batch,
-    layer_mean_work,
-)
+from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch, layer_mean_work
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.costs.stages import FREE, Linear, StageModels
 

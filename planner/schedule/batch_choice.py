@@ -12,7 +12,7 @@ from planner.scheduling.measured_rates import TaskTimes
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
 _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
-_KEPT = 0.95  # of the weight of an idle time, by each later one
+_KEPT, _LONGEST_IDLE_S = 0.95, 2.0  # of an idle time's weight, by each later one; what counts
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
 
 
@@ -139,7 +139,7 @@ class BusyWorkers:
             self._idle_since_s.setdefault(worker, now_s)
         elif (since_s := self._idle_since_s.pop(worker, None)) is not None:
             self._idle_times = 1.0 + _KEPT * self._idle_times
-            self._idle_s = now_s - since_s + _KEPT * self._idle_s
+            self._idle_s = min(_LONGEST_IDLE_S, now_s - since_s) + _KEPT * self._idle_s
 
     def leaves_per_s(self, now_s: float) -> float:
         """Return the rate at which an idle worker gets requests, times the workers; 0: unknown."""

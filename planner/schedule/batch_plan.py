@@ -159,10 +159,7 @@ def _check(spec: PlanSpec, sequences: Chunks) -> None:
 
 
 def _cuts(
-    spec: PlanSpec,
-    sequences: Chunks,
-    chunk_ms: ChunkTime,
-    all_ends: Sequence[tuple[float, ...]],
+    spec: PlanSpec, sequences: Chunks, chunk_ms: ChunkTime, all_ends: Sequence[tuple[float, ...]]
 ) -> Iterator[Cut]:
     for ranges in _ranges(sequences, chunk_ms):
         sizes = tuple(last - first for first, last in ranges)

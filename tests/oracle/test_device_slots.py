@@ -1,5 +1,4 @@
-"""A whole worker whose experts stand in slots as on a GPU, here on the CPU: the same tokens and
-logits as with all experts there, prompts in waves and what is generated."""
+"""A worker with experts in slots, as on a GPU, beside one that keeps all: tokens and logits."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(folder: Path, store: Path, slots: int | None, **experts: Any) -> tuple[Any, Any]:
-    """Logits behind each prompt, and what is generated behind all of them at once."""
+    """Return the logits after each prompt, and the tokens generated after all of them."""
     sequences = prompts(5, [5, 19, 130, 1])
     prefill: dict[str, Any] = {"host_store": str(store), "max_batch_tokens": 64}
     if slots is not None:
@@ -48,8 +47,7 @@ def answers(folder: Path, store: Path, slots: int | None, **experts: Any) -> tup
 def test_slots_hints_and_eviction_change_no_bit(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
-    """Resident experts are added in another order on a CPU: those logits are near. Each prompt
-    comes a second time, behind a cached prefix, for the first has been scored."""
+    """A CPU adds resident experts in another order. Each prompt is sent again to hit its prefix."""
     folder = tiny_checkpoint(family)
     near, tokens = answers(folder, tmp_path, None)
     exact, all_there = answers(folder, tmp_path, 1000, predictor="none")

@@ -151,8 +151,7 @@ PLANS_BY_FAMILY_AND_CHANNEL = [
 def test_every_plan_gives_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, backend: str, plans: list[Plan]
 ) -> None:
-    """Ragged batches, prefix hits and in-batch sharing, on 2 attention ranks by turns and 3 expert
-    ranks."""
+    """Ragged batches, prefix hits and in-batch sharing, on 2 attention and 3 expert ranks."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     head = prompts(3, [35])[0]
@@ -185,8 +184,7 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
 def test_plans_beyond_the_paper_give_the_same_logits(
     tiny_checkpoint: Checkpoints, family: str, sharing: bool
 ) -> None:
-    """Late shared experts, uneven sizes and pieces of sequences, for prompts
-    and the tokens after them, whether or not the prompts share blocks within the batch."""
+    """Late shared experts, uneven sizes and pieces of sequences, with and without shared blocks."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     with ThreadGroup(folder, group_config(1, 3)) as group, group.client() as client:
@@ -227,8 +225,7 @@ def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
 def test_sequences_of_one_batch_share_every_token_that_is_computed_in_it(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
-    """Whole blocks as they are, the tokens after those by copying them, some of them copied
-    themselves; and a later batch shares both with this one."""
+    """Whole blocks are shared and parts of blocks copied, also by a later batch."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared, more = prompts(4, [41, 4])
@@ -251,7 +248,7 @@ def test_sequences_of_one_batch_share_every_token_that_is_computed_in_it(
 
 
 def cached_tokens(earlier: list[list[int]], sequences: list[list[int]]) -> list[int]:
-    """Of each sequence, what it has in common with one before it; never its last token."""
+    """Return the common prefix of each sequence with an earlier one, without its last token."""
     found = []
     for number, sequence in enumerate(sequences):
         before = [*earlier, *sequences[:number]]
@@ -319,10 +316,7 @@ def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
 def test_expert_ranks_that_keep_few_experts_give_the_bits_of_those_that_keep_all(
     tiny_checkpoint: Checkpoints, tmp_path: Path, number: int, family: str
 ) -> None:
-    """Under several plans, with prefixes that are shared, on two attention ranks at once.
-
-    The channel has no part in what is kept.
-    """
+    """Under several plans, with shared prefixes, on two attention ranks at once."""
     folder, backend = tiny_checkpoint(family), ("shm", "tcp")[number % 2]
     head = prompts(3, [20])[0]
     sequences = [head + tail for tail in prompts(4, [3, 1, 40, 6])]

@@ -178,8 +178,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
     family: str,
     last_rows: bool,
 ) -> None:
-    """How long LS waits for a step of BE does not depend on how long BE's batch is, nor on how many
-    of its tokens go to one expert."""
+    """LS waits equally long for a step of a longer BE batch, or one with a popular expert."""
     model = LocalModel.load(tiny_checkpoint(family), dtype="float32")
     chance = random.Random(3)
     prompts = {n: [chance.randrange(1, 131) for _ in range(50)] for n in range(4)}
@@ -228,14 +227,12 @@ def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
 @pytest.mark.long
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize(
-    ("family", "seed"),
-    [(family, n % 2) for n, family in enumerate([*FAMILIES, *UNUSUAL_FAMILIES])],
+    ("family", "seed"), [(family, n % 2) for n, family in enumerate([*FAMILIES, *UNUSUAL_FAMILIES])]
 )
 def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, seed: int
 ) -> None:
-    """Pools so small that LS takes blocks from BE, prompts that share, requests that are cancelled:
-    and afterwards no block is missing."""
+    """A small pool, shared prefixes and cancelled requests; no block is lost."""
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     chance = random.Random(f"{family} {seed}")

@@ -17,11 +17,7 @@ from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import usable_tokens
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
-from tests.support.paper_routing import (
-    RouteDecision,
-    route_unsaturated,
-    transfer_threshold_flops,
-)
+from tests.support.paper_routing import RouteDecision, route_unsaturated, transfer_threshold_flops
 from tests.support.routing import (
     BLOCK,
     LoggingWorker,

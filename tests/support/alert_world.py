@@ -36,7 +36,6 @@ class World:
     def __init__(
         self, stack: contextlib.ExitStack, folder: Path, watched: Watched, settings: Sequence[str]
     ) -> None:
-        """settings: of the configuration."""
         ours = ["groups.ready_timeout_s=100", f"metrics.targets={folder}"]
         self.served: RunningServer = stack.enter_context(
             serving(load_config(None, [*ours, *settings]))
@@ -54,8 +53,7 @@ class World:
         self._known: dict[str, int] = {}
 
     def complete(self, priority: str, prompt: str = LONG_PROMPT, tokens: int = 2) -> None:
-        """A prompt that was not there before, so that no prefix of it is found. It may be
-        refused."""
+        """Send a prompt without a cached prefix; it may be refused."""
         body = {
             "model": "bundled",
             "prompt": f"{next(self._numbers)} {prompt}",
@@ -66,7 +64,7 @@ class World:
         self.http.post("/v1/completions", json=body)
 
     def kill(self, name: str) -> int:
-        """The pid that it had."""
+        """Kill a rank and return its pid."""
         pid = self.pids()[name]
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -75,8 +73,7 @@ class World:
         return rank_pids(self.served)
 
     def compute(self, name: str, cpu_s: float) -> int:
-        """Returns its pid once the rank has had so much of a processor, or another is in its place,
-        or after a second."""
+        """Wait until a rank has used cpu_s, is replaced, or a second is over; return its pid."""
         pid, end_s = self._known.get(name, 0), time.monotonic() + 1.0
         try:
             process = psutil.Process(pid)
@@ -107,8 +104,7 @@ def until(is_so: Callable[[], bool], otherwise: str) -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int, seconds: float) -> Iterator[None]:
-    """Inside the process stands still, for so long in all; if it is there: a rank that stands still
-    for long is replaced."""
+    """Stop a process that may have been replaced, for some seconds more than the block takes."""
     _send(pid, signal.SIGSTOP)
     try:
         yield

@@ -52,9 +52,7 @@ class LocalGroup:
         placements: Mapping[Group, Placement] | None = None,
         locations: Mapping[str, RankLocation] | None = None,
     ) -> None:
-        """planner: with a planner process, whatever `config.planner.enabled` says, which is about
-        clusters. hardware: what it starts from (None: from nothing). placements: of experts
-        (None: contiguous). spots: of ranks, by name, that do not run as their parent does."""
+        """planner: start one, whose first costs are `hardware`. placements: None: contiguous."""
         groups = config.groups
         if placements is None:
             placements = contiguous_placements(
@@ -92,10 +90,10 @@ class LocalGroup:
         self.close()
 
     def replace(self, *names: str, without: Callable[[], Collection[str]] = tuple) -> int:
-        """Other processes in the places of these, which are killed, under one new epoch, which it
-        returns; the others are told of them. without: others that are lost too by then, and join
-        nobody. From any thread, but for one name at a time. Raises as `form_group`; they are gone
-        then."""
+        """Kill processes, start others in their places, and return their epoch.
+
+        without: others that are lost by then. Thread-safe for different names.
+        """
         with self._lock:
             self._epoch += 1
             epoch = self._epoch

@@ -60,8 +60,7 @@ def _at_pace(rules: dict[str, Any], faster: float) -> dict[str, Any]:
 def config_of(
     folder: Path, targets: list[str], *, listed: Path, scrape_s: float, faster: float
 ) -> Path:
-    """A configuration, written there, by which the /metrics of each "host:port" is scraped, and
-    whom launchers list in a folder; with rules that are `faster`."""
+    """Write a configuration that scrapes targets and those in `listed`, with faster rules."""
     files = {"recording.yml": recording_file(), "alerts.yml": alerts_file()}
     for name, rules in files.items():
         (folder / name).write_text(yaml.safe_dump(_at_pace(rules, faster)), encoding="utf-8")
@@ -84,13 +83,11 @@ def config_of(
 
 
 class Prometheus:
-    """A context manager. cluster, window: what a dashboard's variables stand for, in all that is
-    asked; groups and ranks are all."""
+    """A running server. cluster, window: values of a dashboard's variables in queries."""
 
     def __init__(
         self, folder: Path, config: Path, *, cluster: str = EVERYTHING, window: str = "20s"
     ) -> None:
-        """folder: of what it stores and logs."""
         self.url = f"http://127.0.0.1:{free_port()}"
         self._folder, self._config = folder, config
         self._variables = {

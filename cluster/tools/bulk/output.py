@@ -24,12 +24,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cluster.batch.lines import sync, write_whole
-from cluster.tools.bulk.journal import (
-    Committed,
-    Journal,
-    input_changed,
-    whole_lines,
-)
+from cluster.tools.bulk.journal import Committed, Journal, input_changed, whole_lines
 from cluster.tools.bulk.records import Reject
 from cluster.tools.bulk.windows import Window
 from contracts.errors import ConfigError, writing

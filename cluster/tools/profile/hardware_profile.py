@@ -117,8 +117,7 @@ def profile(folder: Path, dtype_name: Dtype, seconds: float, device_name: str) -
             lambda found: found.fits,
         )
         links, link_fits = _until_certain(
-            lambda: _measure_links(link_ends(device), LINK_SHARE * seconds),
-            lambda found: found[1],
+            lambda: _measure_links(link_ends(device), LINK_SHARE * seconds), lambda found: found[1]
         )
     precision = str(dtype)[6:]
     return Hardware(

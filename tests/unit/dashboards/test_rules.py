@@ -15,13 +15,7 @@ import yaml
 
 from contracts import metrics
 from contracts.metrics import MetricKind
-from dashboards.rules import (
-    alerts,
-    alerts_file,
-    anchor,
-    recording_file,
-    recording_rules,
-)
+from dashboards.rules import alerts, alerts_file, anchor, recording_file, recording_rules
 from tests.architecture.support import ROOT
 
 needs_promtool = pytest.mark.skipif(

@@ -18,12 +18,7 @@ from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.expert_server import merge
 from actors.moe.prefetcher import ExpertPrefetcher
 from actors.moe.rank_experts import DevicePairs
-from actors.offload.device_backend import (
-    CachedBackend,
-    CachedPending,
-    DeviceBackend,
-    DevicePending,
-)
+from actors.offload.device_backend import CachedBackend, CachedPending, DeviceBackend, DevicePending
 from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
@@ -37,12 +32,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts import cached_sum
 from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
-from models.experts.device_tier import (
-    MAX_HINTS_IN_FLIGHT,
-    DeviceCache,
-    DeviceSlots,
-    DeviceTier,
-)
+from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, slot_format
 from models.experts.expert_half import assemble_half, expert_sum_steps

@@ -277,10 +277,7 @@ def test_watch_shows_changes_and_survives_server_outage(folder: Path, capsys: Ca
             raise NotReadyError("away for a while")
         return ranks
 
-    with (
-        serve_api(folder, fetch_status=fetch_status) as api,
-        pytest.raises(EnoughError),
-    ):
+    with serve_api(folder, fetch_status=fetch_status) as api, pytest.raises(EnoughError):
         watch(Server(api.url), 1.0, sleep)
     assert "away for a while" in capsys.readouterr().out
 

@@ -82,8 +82,7 @@ async def api_client(
         tokenizer,
         model,
         TandemConfig(
-            http=HttpConfig(api_keys=list(keys)),
-            kv=KvConfig(share_between_keys=share_between_keys),
+            http=HttpConfig(api_keys=list(keys)), kv=KvConfig(share_between_keys=share_between_keys)
         ),
     )
     backend.start()

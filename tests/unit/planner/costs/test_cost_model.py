@@ -29,13 +29,7 @@ from planner.costs.cost_model import (
     stage_models,
 )
 from planner.costs.memory import rank_memories
-from planner.costs.model_shape import (
-    Chunks,
-    ModelShape,
-    chunk_work,
-    hit_fraction,
-    layer_mean_batch,
-)
+from planner.costs.model_shape import Chunks, ModelShape, chunk_work, hit_fraction, layer_mean_batch
 from planner.costs.routing_shape import RankShare, RoutingShape, Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.placement.slots import ExpertPlacement, contiguous

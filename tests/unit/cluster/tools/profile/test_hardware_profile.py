@@ -40,9 +40,7 @@ QWEN = shape(QWEN3_235B)
 
 @pytest.fixture(scope="module")
 def profiled(
-    tiny_checkpoint: Checkpoints,
-    tmp_path_factory: pytest.TempPathFactory,
-    forked_processes: None,
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory, forked_processes: None
 ) -> tuple[Path, Path]:
     """Return (hardware file, plot) of a short run on a model with shared experts."""
     pytest.importorskip("matplotlib")
