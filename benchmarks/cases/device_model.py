@@ -153,6 +153,7 @@ def tables(summary: dict[str, Any]) -> Sequence[Table]:
             summary["overlap"],
             "Overlap of A2E and E2A with compute (simulated)",
             "code: stages of a layer",
+            ("share_of_the_plan",),
         ),
         table_of(
             summary["hidden"],

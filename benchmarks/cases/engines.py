@@ -1,7 +1,7 @@
 """Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp), OpenVINO GenAI and
-`transformers`, all cores for each. classify: prompt tokens/s of rows that share a prefix, with each
-engine's prefix cache. limit: the model's products, without a cache, at the rates of one core (GEMM,
-memory reads), times the cores.
+`transformers`, all cores for each. classify: prompt tokens/s of 32 rows of 512 that share 448, with
+each engine's prefix cache. limit: the model's products, without a cache, at the rates of one core
+(GEMM, memory reads), times the cores.
 
     pip install -e '.[bench,engines]' && python -m benchmarks engines --dtype bfloat16
 
@@ -176,7 +176,8 @@ def _limit(spec: ModelSpec, dtype: torch.dtype, phase: str, rates: Rates) -> flo
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    rows = list(summary.items())
+    shared = ", 32 x 512, 448 shared"
+    rows = [(phase.removesuffix(shared), row) for phase, row in summary.items()]
     others = [name for name in ("llama.cpp", "OpenVINO", "transformers") if name in rows[0][1]]
     engines, limit = [*RANKS, *others], "colocated / limit"
     parts = {phase: f"{row['colocated'] / row['limit']:.0%}" for phase, row in rows}

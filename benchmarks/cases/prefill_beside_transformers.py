@@ -218,7 +218,6 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         rows.append(
             [
                 name,
-                str(row["rows"]),
                 str(row["tokens"]),
                 f"{row['cached_fraction']:.0%}",
                 f"{rates['tandem']:.0f}",
@@ -227,7 +226,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
                 f"{row['gemm_rate_fraction']:.0%}",
             ]
         )
-    columns = ["set", "rows", "tokens", "cached", *SIDES, "ratio (worst, best)", "of GEMM rate"]
+    columns = ["set", "tokens", "cached", *SIDES, "ratio (worst, best)", "of GEMM rate"]
     return [Table("Prompt tokens/s, medians", columns, rows)]
 
 

@@ -213,7 +213,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     layers = tuple(hits["token table"])
     local = {name[8:]: row for name, row in summary.items() if name.startswith("local | ")}
     return [
-        table_of(dims, "Per token and layer, limited link", "scheme", ("rows", "dims", "seconds")),
+        table_of(dims, "Per token and layer, limited link", "scheme", ("dims", "seconds")),
         table_of(local, "An expert layer, limited link", "local share", ("copies", "ms")),
         table_of(prompt, "One long prompt", "experts", ("seconds",)),
         table_of(hits, "Tokens whose worker was predicted", "prediction", layers),

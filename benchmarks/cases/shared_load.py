@@ -119,15 +119,13 @@ def measure(options: argparse.Namespace) -> Measured:
                     taken["long" if each.tokens == LONG else "short"].append(taken_s)
                 for kind, seconds in taken.items():
                     samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(seconds)
-    for name, rounds in samples.items():
-        seconds = list(itertools.chain(*rounds))
-        p50, p90 = percentile(seconds, 0.5), percentile(seconds, 0.9)
-        summary[name] = {"prompts": len(seconds), "mean": mean(seconds), "p50": p50, "p90": p90}
-    for name, row in list(summary.items()):
-        if name.endswith("off") and (on := summary.get(f"{name[:-3]}on")):
-            ratios = {key: row[key] / on[key] for key in ("mean", "p50", "p90")}
-            low, high = ratio_range(samples[name], samples[f"{name[:-3]}on"])
-            summary[f"{name} / on"] = {**ratios, "low": low, "high": high}
+    for kind in sorted({name.rpartition(", ")[0] for name in samples}):
+        rounds = {name: samples[f"{kind}, {name}"] for name in VARIANTS}
+        seconds = {name: list(itertools.chain(*each)) for name, each in rounds.items()}
+        means = {name: mean(each) for name, each in seconds.items()}
+        low, high = ratio_range(rounds["off"], rounds["on"])
+        ratios = {"off / on": means["off"] / means["on"], "low": low, "high": high}
+        summary[kind] = {"prompts": len(seconds["on"]), **means, **ratios}
     return Measured(dict(samples), summary)
 
 
@@ -143,9 +141,9 @@ def ratio_range(
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    seconds = {name: row for name, row in sorted(summary.items()) if "," in name}
-    title = f"Seconds to the answer, capacity {summary['prompts_per_s']:.2f} prompts/s"
-    return [table_of(seconds, title, "load", ("prompts", "mean", "p50", "p90", "low", "high"))]
+    means = {name: row for name, row in summary.items() if "," in name}
+    title = f"Mean seconds to the answer, capacity {summary['prompts_per_s']:.2f} prompts/s"
+    return [table_of(means, title, "load", ("on", "off", "off / on", "low", "high"))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

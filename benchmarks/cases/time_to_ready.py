@@ -93,8 +93,9 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     for split, by_name in summary.items():
         for name, row in by_name.items():
             unit, scale = ("s", 1.0) if name.startswith("start") else ("ms", 1e3)
-            rows.append([f"{split}: {name}", *(f"{scale * v:.1f} {unit}" for v in row.values())])
-    return [Table("", ["ranks", "median", "minimum", "maximum"], rows)]
+            ranks = split.replace("attention, ", "+ ").removesuffix(" expert")
+            rows.append([f"{ranks}: {name}, {unit}", *(f"{scale * v:.1f}" for v in row.values())])
+    return [Table("", ["attention + expert ranks", "median", "minimum", "maximum"], rows)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
