@@ -117,8 +117,8 @@ def measure(options: argparse.Namespace) -> Measured:
                 taken = dict[str, list[float]](long=[], short=[])
                 for each, taken_s in zip(arrivals, groups[name].play(arrivals), strict=True):
                     taken["long" if each.tokens == LONG else "short"].append(taken_s)
-                for kind, seconds in taken.items():
-                    samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(seconds)
+                for kind, ones in taken.items():
+                    samples.setdefault(f"{part:.0%}, {kind}, {name}", []).append(ones)
     for kind in sorted({name.rpartition(", ")[0] for name in samples}):
         rounds = {name: samples[f"{kind}, {name}"] for name in VARIANTS}
         seconds = {name: list(itertools.chain(*each)) for name, each in rounds.items()}
