@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # two cores, several workers; and sums that do not dep
 
 # A busy machine is no failure; and everybody's run tries what everybody else's does.
 # More examples of each: `--hypothesis-profile thorough`.
-settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
 COMPUTING = ("faults", "oracle", "unit/actors", "unit/kernels", "unit/models")
@@ -37,8 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless `-m` names them; Ray, which takes longest, first, then what does
-    not wait for compiled kernels."""
+    """Leave slow tests out unless `-m` names them; run Ray, then those without kernels, first."""
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:

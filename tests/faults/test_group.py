@@ -88,8 +88,7 @@ def process_group(folder: Path) -> Iterator[LocalGroup]:
 
 
 def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
-    """Submit a generation and a long score that run, one of each that waits, and a BE score that
-    mostly yields."""
+    """Submit generations and long scores, one of each running and waiting, and a BE score."""
     running = client.submit(prompt(1, 20), sampling=greedy(4000))
     client.wait_started(running)
     assert isinstance(client.events[running][0], Tokens)

@@ -91,8 +91,7 @@ def test_experts_in_slots_are_their_products(D: int, F: int) -> None:
 def test_slots_and_hints_change_no_bit(
     tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: str
 ) -> None:
-    """Of the same batches; and what is generated is what a resident worker generates, in
-    float32."""
+    """Equal batches; the tokens are those of a resident worker in float32."""
     folder, found, generated = tiny_checkpoint("qwen3_moe", **ALIGNED), [], []
     modes: list[dict[str, Any]] = [{"slots": 1000, "predictor": "none"}, {"slots": 4}, {"slots": 9}]
     for experts in (None, *modes):

@@ -24,8 +24,7 @@ pytestmark = [
 def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """Products are queued faster than they run: a buffer that was filled anew too early would give
-    another layer's results."""
+    """Products are queued ahead: a buffer refilled too early gives results of another layer."""
     folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=6)
     spec, device = check_checkpoint(folder), torch.device("cuda", 0)
     everyone = range(spec.num_experts)

@@ -75,7 +75,7 @@ VARIANTS: list[tuple[str, list[int], dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(
     ("family", "overrides", "backend", "extra", "experts", "as_on_a_device"),
-    crossed(FAMILIES, VARIANTS),
+    crossed(FAMILIES, VARIANTS, every=3),
 )
 def test_replicated_experts_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
@@ -87,8 +87,7 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
     as_on_a_device: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """experts: a section; with slots a rank keeps some of its experts only. as_on_a_device: as with
-    GPUs, with CPU tensors; nothing of the host's path may run."""
+    """as_on_a_device: the path of GPUs with CPU tensors; the host's path may not run."""
     if as_on_a_device:
         act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)

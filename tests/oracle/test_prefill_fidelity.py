@@ -125,8 +125,7 @@ def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
 def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], score_from: int
 ) -> None:
-    """In a batch of which most rows are wanted after the last layer, or few; beside a prompt of one
-    token."""
+    """The last layer computes most rows of a batch, or few, beside a prompt of one token."""
     folder = tiny_checkpoint(family, **overrides)
     local = LocalModel.load(folder, dtype="float32")
     sequences = prompts(6, [41, 60, 36])

@@ -115,11 +115,11 @@ def listens_at(process: psutil.Process) -> set[str]:
     return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_rows_are_answered_once_while_processes_and_a_node_die(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The router, a worker, the driver, and under its successor a node; the lost worker restarts on
-    a new node."""
+    """Kill the router, a worker, the driver and, under its successor, a node."""
     source, output = tmp_path / "rows.jsonl", tmp_path / "out"
     write_rows(source, ROWS, seed=0, data=None)
     done = RowsDone(output)

@@ -102,11 +102,11 @@ ENGINE = ("--set", "prefill.engine=tests.support.stub_rank:stub_rank")
 STUB = ("--attention-ranks", "0", "--expert-ranks", "0", "--prefill-ranks", "1", *ENGINE)
 
 
+@pytest.mark.slow
 def test_named_servers_share_cluster_and_end_independently(
     ray_cluster: RayHead, tmp_path: Path
 ) -> None:
-    """Modules in the current folder are not imported. The first server ends with status 3 because a
-    lost rank is not replaced in time."""
+    """The first server ends with status 3: a lost rank is not replaced in time."""
     (tmp_path / "models.py").write_text("raise RuntimeError('of the current folder')\n")
     hostile = tmp_path / "cluster"
     hostile.mkdir()

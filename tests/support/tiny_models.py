@@ -285,11 +285,11 @@ def set_config(folder: Path, **fields: Any) -> None:
 
 
 def crossed(
-    families: Sequence[tuple[Any, ...]], variants: Sequence[tuple[Any, ...]]
+    families: Sequence[tuple[Any, ...]], variants: Sequence[tuple[Any, ...]], every: int = 2
 ) -> list[ParameterSet]:
-    """Return each family with every second variant, and the rest as slow ones."""
+    """Return each family with every second (third, ...) variant, and the rest as slow ones."""
     return [
-        pytest.param(*family, *variant, marks=(pytest.mark.slow,) * ((number + place) % 2))
+        pytest.param(*family, *variant, marks=[pytest.mark.slow][: (number + place) % every])
         for number, family in enumerate(families)
         for place, variant in enumerate(variants)
     ]

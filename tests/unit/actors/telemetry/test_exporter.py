@@ -257,8 +257,7 @@ def shown(telemetry: Telemetry) -> dict[str, float]:
     )
 )
 def test_buffered_observations_equal_direct_ones(scrapes: list[list[float]]) -> None:
-    """In the buckets' bounds and beyond them, however often somebody asks between, and however many
-    there are."""
+    """Values inside and beyond the bounds, with reads in between."""
     noted, observed = Telemetry(), Telemetry()
     note = noted.buffered_observer(STAGE, "expert", "expert-1")
     for values in scrapes:

@@ -27,8 +27,7 @@ wait = partial(wait_until, deadline_s=20.0, look_period_s=0.002)
 
 
 class Rig(StartedRanks):
-    """Two attention ranks, two expert ranks. free: CPUs of the cluster. moves: rank counts and
-    names of expert ranks."""
+    """Two ranks of each group. free: CPUs. moves: rank counts and names of expert ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
