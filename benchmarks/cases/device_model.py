@@ -23,13 +23,7 @@ from benchmarks.harness import Measured, Table, documented_case, table_of
 from contracts.errors import TandemError
 from tests.support.channel_workload import PIPELINES, Workload, World, overlap
 from tests.support.cuda_model import ModelError, installed
-from tests.support.gather_workload import (
-    HIDDEN,
-    GatherWork,
-    GatherWorld,
-    gather_code,
-    hidden_share,
-)
+from tests.support.gather_workload import HIDDEN, GatherWork, GatherWorld, gather_code, hidden_share
 from tests.support.planted_device_bugs import device_bugs, found, planted
 
 BACKENDS = {"nccl": nccl, "ipc": ipc}
@@ -169,10 +163,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 CASE = documented_case(
-    __doc__,
-    "GPU channels on a model of CUDA",
-    measure,
-    tables,
-    add_options,
-    kind="simulated",
+    __doc__, "GPU channels on a model of CUDA", measure, tables, add_options, kind="simulated"
 )

@@ -3,8 +3,8 @@
     python -m benchmarks mode_choice
 
 A random checkpoint of 120 M parameters in float32; a group of two workers with a core each for each
-mode. A mix: a prompt of random length for one worker, or for each. The mode is chosen by times of
-earlier mixes of similar size, as a worker chooses to share a batch; then all modes are measured.
+mode. A mix: a prompt of random length for one worker, or for each. The mode is chosen from earlier
+mixes, by `BatchChoice` between one and all workers, else by least squares; then all are measured.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from actors.planning.planner_inputs import shape_of
 from benchmarks.cases.shared_load import WORKERS, Arrival, Workers, running
 from benchmarks.harness import Measured, Table, documented_case, table_of
@@ -26,7 +28,6 @@ from cluster.tools.bench.workload import mean
 from models.spec.model import read_spec
 from planner.routing.open_requests import RequestWork, work_of
 from planner.schedule.batch_choice import BatchChoice, BatchWork
-from planner.scheduling.measured_rates import TaskTimes
 
 ALWAYS = """import sys
 from planner.schedule.batch_choice import BatchChoice
@@ -51,17 +52,13 @@ def measured_mixes(
     groups: dict[str, Workers], flops_of: RequestWork, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return mixes with their measured mean times by mode, and the modes chosen before."""
-    dice, times, served = random.Random(1), TaskTimes(), BatchChoice(WORKERS)
-    found = []
+    dice, served, found = random.Random(1), BatchChoice(WORKERS), list[dict[str, Any]]()
     for number in range(options.mixes):
         tokens = [round(16 * 128 ** dice.random()) for _ in range(1 + number % WORKERS)]
         arrivals = [Arrival(0.0, each, worker) for worker, each in enumerate(tokens)]
         size, flops = sum(tokens), sum(flops_of(0, each) for each in tokens)
-        kinds = {mode: f"{mode} {len(tokens)}" for mode in GROUPS}
-        guess = {mode: times.predict(kind, size) for mode, kind in kinds.items()}
-        chosen = dict[str, str]()
-        if all(guess.values()):
-            chosen = {name: min(modes, key=guess.__getitem__) for name, modes in CHOICES.items()}
+        guess = expected_seconds(found, tokens)
+        chosen = {n: min(modes, key=guess.__getitem__) for n, modes in CHOICES.items() if guess}
         batch = BatchWork(size, flops, MEDIUM["num_hidden_layers"], 4 * MEDIUM["hidden_size"])
         if len(tokens) == 1 and chosen:
             chosen[SERVED] = "shuffled" if served.gain_s(batch, 0.0, 1.0) > 0.0 else "gathered"
@@ -69,10 +66,27 @@ def measured_mixes(
         if len(tokens) == 1:
             served.alone(batch, seconds["gathered"])
             served.shared(batch, seconds["shuffled"])
-        for mode, kind in kinds.items():
-            times.add(kind, size, seconds[mode] / flops)
         found.append({"tokens": tokens, "seconds": seconds, "chosen": chosen})
     return found
+
+
+def expected_seconds(found: Sequence[dict[str, Any]], tokens: list[int]) -> dict[str, float]:
+    """Return the seconds of a mix by mode, from mixes of as many prompts; empty before some."""
+    earlier = [each for each in found if len(each["tokens"]) == len(tokens)]
+    features = [sizes_of(each["tokens"]) for each in earlier]
+    if len(earlier) <= 2 * len(sizes_of(tokens)):
+        return {}
+    expected = {}
+    for mode in GROUPS:
+        seconds = np.array([each["seconds"][mode] for each in earlier])
+        relative = np.array(features) / seconds[:, None]  # errors count relative to the time
+        weights = np.linalg.lstsq(relative, np.ones(len(seconds)))[0]
+        expected[mode] = float(np.dot(sizes_of(tokens), weights))
+    return expected
+
+
+def sizes_of(tokens: list[int]) -> list[float]:
+    return [1.0, sum(tokens), max(tokens), sum(each**2 / 1000 for each in tokens)]
 
 
 def measured_seconds(

@@ -52,11 +52,7 @@ from kernels.device import wait_for_device
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.experts.device_lanes import device_lane
-from models.experts.device_tier import (
-    DeviceCache,
-    DeviceSlots,
-    DeviceTier,
-)
+from models.experts.device_tier import DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields

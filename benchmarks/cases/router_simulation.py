@@ -213,10 +213,7 @@ def least_flops(prompts: Sequence[Prompt], flops: RequestWork) -> int:
 
 
 def _summary(
-    prompts: Sequence[Prompt],
-    outcomes: dict[str, Outcome],
-    machine: Machine,
-    flops: RequestWork,
+    prompts: Sequence[Prompt], outcomes: dict[str, Outcome], machine: Machine, flops: RequestWork
 ) -> dict[str, Any]:
     tokens = sum(prompt.prompt_tokens for prompt in prompts)
     least = least_flops(prompts, flops)

@@ -15,14 +15,7 @@ from benchmarks.placement.synthetic import routing_of
 from benchmarks.placement.traces import Traces
 from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.search import balanced
-from planner.placement.slots import (
-    Line,
-    contiguous_line,
-    first_homes,
-    held,
-    layer_slots,
-    line_of,
-)
+from planner.placement.slots import Line, contiguous_line, first_homes, held, layer_slots, line_of
 from planner.placement.solve import solve_layer
 
 TIME_FACTOR = 4  # times our time, beside our time, for methods that can use it

@@ -91,11 +91,7 @@ def fuzzed_app(backend: StubBackend | None = None) -> tuple[ASGIApp, StubBackend
     )
     backend = backend or StubBackend()
     return build_app(
-        backend,
-        tokenizer,
-        model,
-        TandemConfig(http=http),
-        launcher=FakeLauncher(scale=scaled),
+        backend, tokenizer, model, TandemConfig(http=http), launcher=FakeLauncher(scale=scaled)
     ), backend
 
 
