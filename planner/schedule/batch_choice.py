@@ -42,7 +42,7 @@ class BatchChoice:
 
         A layer takes no less than the copy of the next one's experts, copy_s; 0: all are resident.
         """
-        if not self._flops_per_s:
+        if not self._flops_per_s or not batch.layers:
             return 0.0
         compute_s = batch.flops / self._flops_per_s
         modelled_s = compute_s / batch.layers + (batch.layers - 1) * copy_s

@@ -41,6 +41,7 @@ def test_modelled_times_divide_computing_and_count_copies_and_links() -> None:
         choice.alone(batch._replace(tokens=2000, flops=2 * 10**9), seconds)
     assert choice.alone_s(batch, 0.0) == pytest.approx(1.0)
     assert choice.alone_s(batch, 0.2) == pytest.approx(0.1 + 9 * 0.2)
+    assert choice.alone_s(batch._replace(flops=0, layers=0), 0.2) == 0.0  # nothing is left
     rows_s = 4 * 1000 * 10 * 4096 / 2 / 1e9
     collectives_s = 4 * 2e-4 * 10
     assert 1.0 - choice.gain_s(batch, 0.0, 1.0) == pytest.approx(0.5 + rows_s + collectives_s)
