@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actors.batching.batch_builder import Chunk, ScheduledBatch, slice_of
 from actors.engine.micro_batch import BatchRun, MicroBatch, PassTimes, TaskSpans, cut_batch
-from actors.moe.backend import ExpertBackend, TaskKey, WholeBatch
+from actors.moe.backend import ExpertBackend, SharedLayers, TaskKey, WholeBatch
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -280,8 +280,8 @@ class Executor:
             yield from self._add_experts(micro_batch)
         if micro_batch.stage is TaskStage.FINISH:
             yield from self._finish(micro_batch)
-        elif self._is_shared(micro_batch):
-            yield from self._share(micro_batch)
+        elif (shared := self._shared_layers(micro_batch)) is not None:
+            yield from self._share(micro_batch, shared)
         elif self._decodes_at_once(micro_batch):
             yield from self._decode(micro_batch)
             if micro_batch.layer == self.layers and micro_batch.pending is None:
@@ -377,16 +377,18 @@ class Executor:
         counts[-1] = max(1, counts[-1])
         return counts
 
-    def _is_shared(self, micro_batch: MicroBatch) -> bool:
-        """Return whether other workers compute the rest of a batch too, from now at the latest."""
+    def _shared_layers(self, micro_batch: MicroBatch) -> SharedLayers | None:
+        """Return the rest of a batch if other workers compute it too; ask them before each layer.
+
+        None: they do not.
+        """
         if micro_batch.shared_layers is None and micro_batch.whole is not None:
             micro_batch.shared_layers = self.backend.share(micro_batch.whole, micro_batch.layer)
-        return micro_batch.shared_layers is not None
+        return micro_batch.shared_layers
 
-    def _share(self, micro_batch: MicroBatch) -> Steps[None]:
+    def _share(self, micro_batch: MicroBatch, shared: SharedLayers) -> Steps[None]:
         """Run a layer with other workers; if one is lost, without them."""
-        shared, inputs = micro_batch.shared_layers, micro_batch.inputs
-        assert shared is not None
+        inputs = micro_batch.inputs
         assert inputs is not None
         micro_batch.doing = Stage.ATTENTION, micro_batch.layer
         if micro_batch.hidden_TD is not None:

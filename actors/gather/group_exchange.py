@@ -38,9 +38,10 @@ log = logging.getLogger(f"tandem.{__name__}")
 class GroupCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A batch to compute together, from a layer. Blocks are numbered from 0.
 
-    counts: last rows of each sequence that the last layer computes; None: all. first_order: of the
-    tokens in the first layer with experts, int32; empty: as they are. keeps_kv: the leader needs
-    the entries of all heads. nodes: of the workers.
+    layer: the first; if it is not 0, the leader's residual follows. counts: last rows of each
+    sequence that the last layer computes; None: all. first_order: of the tokens in the first layer
+    with experts, int32; empty: as they are. keeps_kv: the leader needs the entries of all heads.
+    nodes: of the workers.
     """
 
     slices: list[SequenceSlice]

@@ -61,7 +61,7 @@ class SharedPass:
             self._last = self._batch.last(call.counts)
         self._cache = SharedCache(exchange, group, self._batch, leader, outer)
         self._pairs_TW: Ints | None = None  # predicted, of the next layer
-        self.hidden_TD = half.embed(self._batch)
+        self.hidden_TD: Tensor  # set before the first layer
         self.layers = half.spec.num_layers
 
     def steps(self, layer: int, hidden_TD: Tensor | None = None) -> Steps[Tensor]:
@@ -83,7 +83,7 @@ class SharedPass:
 
     def _steps(self, layer: int) -> Steps[None]:
         half, exchange = self._half, self._exchange
-        if 0 < layer == self._call.layer:
+        if layer == self._call.layer:
             yield from self._begin()
         last = self._last if layer == self.layers - 1 else None
         yield from self._cache.load(layer)
@@ -112,7 +112,10 @@ class SharedPass:
         self.hidden_TD = yield from self._gather(layer, own_UD, shards, pairs_UW)
 
     def _begin(self) -> Steps[None]:
-        """Send the leader's residual to the others."""
+        """Embed the tokens, or take the leader's residual before a later first layer."""
+        if not self._call.layer:
+            self.hidden_TD = self._half.embed(self._batch)
+            return
         exchange, before = self._exchange, self._call.layer - 1
         leader = exchange.names[self._leader]
         if exchange.rank != self._leader:

@@ -111,7 +111,7 @@ class ShuffledBackend(StoredBackend):
         self._choice = BatchChoice(group.exchange.workers)
         self._alone: tuple[BatchWork, float] | None = None  # a batch that runs here, since when
         self._busy = BusyWorkers()
-        self._announced = False  # that this worker is busy
+        self._announces_idle = False  # to the others, which take it for busy
         self._has_lost = False  # the batch that it led last has lost a worker
         self._begin_s = 0.0  # of the last pass, until its first layer
 
@@ -182,7 +182,7 @@ class ShuffledBackend(StoredBackend):
     def _announce(self, seconds: float) -> None:
         """Notify the others, which might call, that a batch runs here."""
         if self._leading is None and self._exchange.is_linked:
-            self._announced = True
+            self._announces_idle = True
             self._exchange.send(Busy(seconds), 0)
 
     def _work_of(self, slices: Sequence[SequenceSlice], first_layer: int) -> BatchWork:
@@ -193,6 +193,10 @@ class ShuffledBackend(StoredBackend):
         row_bytes, layers = spec.hidden_size * self._half.dtype.itemsize, spec.num_layers
         rest = layers - first_layer
         return BatchWork(tokens, flops * rest // layers, rest, row_bytes)
+
+    def _alone_s(self, call: GroupCall, layer: int) -> float:
+        """Return the expected seconds of a batch from a layer on, on one worker."""
+        return self._choice.alone_s(self._work_of(call.slices, layer), self.copy_s)
 
     def _call(self, call: GroupCall, timeout_s: float) -> bool:
         """Call the others; return whether all have accepted, and start the pass."""
@@ -220,9 +224,8 @@ class ShuffledBackend(StoredBackend):
             self._end(Aborted(error.message))
             return False
         if missing:
-            work = self._work_of(call.slices, call.layer)
             for peer in missing:  # not called again before their next `Busy`
-                self._busy.note(peer, self._choice.alone_s(work, self.copy_s), self._clock())
+                self._busy.note(peer, self._alone_s(call, call.layer), self._clock())
             self._end(Aborted("not all workers are idle"))
             return False
         exchange.send(Started(), number)
@@ -231,7 +234,7 @@ class ShuffledBackend(StoredBackend):
     def led(self, seconds: float, work: BatchWork) -> None:
         """Note that a pass which this worker led has ended."""
         self._group.counts["led"] += 1
-        self._announced = True
+        self._announces_idle = True
         self._choice.shared(work, seconds)
         self._leading = None
         self._exchange.end()
@@ -260,13 +263,12 @@ class ShuffledBackend(StoredBackend):
         if following.steps is not None and self._finishes_layer(following, waiting_tokens):
             self._woken.set()  # to decide again after a step
             return
-        self._following, self._announced = None, True
+        self._following, self._announces_idle = None, True
         self._exchange.send(Left(following.layer), self._exchange.number)
         if following.steps is not None:
             following.steps.close()
         self._exchange.end()
-        rest = self._work_of(following.call.slices, following.layer)
-        rest_s = self._choice.alone_s(rest, self.copy_s)
+        rest_s = self._alone_s(following.call, following.layer)
         self._busy.note(following.leader, rest_s, self._clock())
 
     def _finishes_layer(self, following: _Following, waiting_tokens: int) -> bool:
@@ -294,8 +296,8 @@ class ShuffledBackend(StoredBackend):
 
     def _answer(self, timeout_s: float, *, idle: bool) -> None:
         """Accept or decline calls, and start an accepted one."""
-        if idle and self._announced:
-            self._announced = False
+        if idle and self._announces_idle:
+            self._announces_idle = False
             self._exchange.send(Busy(0.0), 0)
         for peer, number, message in self._exchange.receive(timeout_s):
             self._note_busy(peer, message)
@@ -304,9 +306,7 @@ class ShuffledBackend(StoredBackend):
                     self._exchange.begin(number)
                     self._following = _Following(peer, message, self._clock(), message.layer)
                     self._exchange.send(Accepted(), number, [peer])
-                    rest = self._work_of(message.slices, message.layer)
-                    rest_s = self._choice.alone_s(rest, self.copy_s)
-                    self._busy.note(peer, rest_s, self._clock())
+                    self._busy.note(peer, self._alone_s(message, message.layer), self._clock())
                 else:
                     self._exchange.send(Declined(), number, [peer])
             elif self._following is not None and number == self._exchange.number:

@@ -12,7 +12,8 @@ from planner.scheduling.measured_rates import TaskTimes
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
 _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
-_KEPT, _LONGEST_IDLE_S = 0.95, 2.0  # of an idle time's weight, by each later one; what counts
+_KEPT = 0.95  # of the weight of earlier idle times, at each new one
+_LONGEST_IDLE_S, _FIRST_IDLE_S = 2.0, 1.0  # the most that counts; assumed before any was seen
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
 
 
@@ -145,7 +146,7 @@ class BusyWorkers:
         """Return the rate at which an idle worker gets requests, times the workers; 0: unknown."""
         since = self._idle_since_s.values()
         idle_s = self._idle_s + sum(now_s - each for each in since)
-        return len(self._until_s) * self._idle_times / (1.0 + idle_s)
+        return len(self._until_s) * self._idle_times / (_FIRST_IDLE_S + idle_s)
 
     @property
     def until_s(self) -> float:

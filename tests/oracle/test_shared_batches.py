@@ -128,7 +128,6 @@ def test_logits_of_shared_batches_equal_those_of_one_worker(
 
 PREFIX = prompts(2, [70])[0]
 WITH_PREFIX = [PREFIX + tail for tail in prompts(3, [90, 5, 33, 1])]
-_FOUR_LAYERS: dict[str, dict[str, Any]] = {"qwen3_next": STATES}  # it has four
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,8 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
 def test_worker_that_becomes_idle_computes_the_rest_of_a_batch(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
-    folder = tiny_checkpoint(family, **_FOUR_LAYERS.get(family, {"num_hidden_layers": 4}))
+    layers = {"num_hidden_layers": 4}
+    folder = tiny_checkpoint(family, **(STATES if family == "qwen3_next" else layers))
     chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
     expected, share = alone_logits(folder, WITH_PREFIX, **chunks), ShuffledBackend.share
 
