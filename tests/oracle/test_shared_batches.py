@@ -382,8 +382,8 @@ def test_bytes_of_each_scheme_are_those_of_the_formula(
         ExchangeScheme.TENSOR_PARALLEL,
     ):
         with (
+            counted_bytes() as sent,  # ends after the group, which sends to the end
             sharing(folder, workers, "tcp", scheme, prefill={"disable_kv_cache": True}) as group,
-            counted_bytes() as sent,
             group.client() as client,
         ):
             logits = logits_of(client, ROWS[2:3])
