@@ -88,7 +88,8 @@ class _Resizer:
         needed = rank_names(Group.EXPERT, max(before.ranks, expert_ranks))
         missing = [name for name in needed if name not in reports]
         if missing:
-            raise LaunchError(f"{missing[0]} is not in service: try again when it is")
+            reason = f"{missing[0]} is not in service: try again when it is"
+            raise LaunchError(f"{expert_ranks} expert ranks: {reason}")
         most_bytes = _check_room(before, target, reports)
         within_s = self._config.move_timeout_s + 2 * most_bytes / self._config.bytes_per_s
         event(log, "expert_resize_started", ranks=expert_ranks, generation=generation)
@@ -162,8 +163,8 @@ class _Resizer:
             is_finished = is_known and not under_way and not self._pending
             if is_used and (is_finished or monotonic_s() > end_s):
                 return target if _newest(reports).placement == target else None
-            for each in reports.values():
-                failure = failure or each.failures.get(generation, "")
+            reasons = [failure, *(each.failures.get(generation, "") for each in reports.values())]
+            failure = min(filter(None, reasons), key=is_taken, default="")  # another cause, if any
             if failure and is_finished:
                 if is_taken(failure):
                     return None
