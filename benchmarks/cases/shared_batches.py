@@ -37,7 +37,12 @@ from models.text.tokenizer import Tokenizer
 from planner.arrays import Ints
 from planner.costs.exchange_volume import ExchangeScheme, moved_rows
 from planner.placement.routing import LayerRouting
-from planner.placement.shuffling import main_workers, share_tables, shuffled_order
+from planner.placement.shuffling import (
+    ShareTables,
+    main_workers,
+    share_tables,
+    shuffled_order,
+)
 from planner.placement.slots import contiguous_line, held
 from planner.placement.solve import solve_layer
 from tests.support.local_model import LocalModel
@@ -51,54 +56,73 @@ SCHEMES = (
 LOCAL_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MODES = (("resident", 1), ("gathered", 2), ("all_to_all", 2), ("shuffled", 2))
 WORKERS = 2
+TEXTS = (1, 2, 4, 8, 12)  # of a batch, beside all
 Texts = Sequence[Sequence[int]]
 
 
 def schemes(
     model: LocalModel, routing: Sequence[LayerRouting], texts: Texts, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return rows, model dims and seconds of each scheme, with experts in order and grouped."""
-    found, E = dict[str, Any](), model.spec.num_experts
+    """Return rows, model dims and seconds of each scheme, with experts in order and grouped.
+
+    tokens_per_s: of the largest batch that takes five times as long as the shortest text with
+    the first scheme: the objective of Speculative MoE, Section 5.3.
+    """
+    found, E, objective_s = dict[str, Any](), model.spec.num_experts, 0.0
     sizes = (E // WORKERS,) * WORKERS
     plain = [contiguous_line(each.load(), sizes) for each in routing]
     grouped = [solve_layer(each, sizes) for each in routing]
-    slices, blocks = list[SequenceSlice](), 0
-    for ids in texts:
-        count = -(-len(ids) // BLOCK_TOKENS)
-        slices.append(SequenceSlice(list(ids), 0, list(range(blocks, blocks + count))))
-        blocks += count
-    ids_T = np.array([token for ids in texts for token in ids])
+    batches = [texts[:count] for count in TEXTS if count < len(texts)] + [texts]
+    tokens = [sum(map(len, each)) for each in batches]
     for name, lines in (("", plain), (", grouped", grouped)):
         workers = SharedWorkers(
             BUNDLED,
             model,
             Placement(num_experts=E, slots_per_rank=sizes, expert_of_slot=tuple(lines)),
         )
-        first = routing[0].sets_PK, held(lines[0], sizes, E)
-        table = share_tables(routing[0].counts, [first])
-        order = shuffled_order(table.predict(ids_T, None)).astype(np.int32).tobytes()
+        table = share_tables(routing[0].counts, [(routing[0].sets_PK, held(lines[0], sizes, E))])
         for scheme in SCHEMES:
-            is_shuffled = scheme is ExchangeScheme.SHUFFLED
-            call = GroupCall(
-                slices=slices,
-                layer=0,
-                counts=None,
-                first_order=order if is_shuffled else b"",
-                scheme=scheme,
-                keeps_kv=False,
-                nodes=[0] * WORKERS,
-            )
-            link, seconds = LimitedLink(options.mib * 2**20), list[float]()
+            link, medians = LimitedLink(options.mib * 2**20), list[float]()
             with patch.object(Endpoint, "reserve", lambda *a, link=link: link.reserve(*a)):
-                for number in range(options.passes + 1):
-                    link.sent_bytes, before = 0, workers.copies
-                    seconds.append(workers.run(call, number + 1))
-            each = len(ids_T) * len(routing)
+                for batch in batches:
+                    call, seconds = _call(batch, scheme, table), list[float]()
+                    for number in range(options.passes + 1):
+                        link.sent_bytes, before = 0, workers.copies
+                        seconds.append(workers.run(call, number + 1))
+                    medians.append(statistics.median(seconds[1:]))
+            each = tokens[-1] * len(routing)
             rows = moved_rows(scheme, WORKERS, (workers.copies - before) / each)
             dims = link.sent_bytes / each / (4 * model.spec.hidden_size)
-            found[f"{scheme}{name}"] = {"rows": rows, "dims": dims, "seconds": seconds[1:]}
+            objective_s = objective_s or 5 * medians[0]
+            found[f"{scheme}{name}"] = {
+                "rows": rows,
+                "dims": dims,
+                "seconds": seconds[1:],
+                "tokens_per_s": float(np.interp(objective_s, medians, tokens)) / objective_s,
+            }
         workers.close()
     return found
+
+
+def _call(texts: Texts, scheme: ExchangeScheme, table: ShareTables) -> GroupCall:
+    slices, blocks = list[SequenceSlice](), 0
+    for ids in texts:
+        count = -(-len(ids) // BLOCK_TOKENS)
+        slices.append(SequenceSlice(list(ids), 0, list(range(blocks, blocks + count))))
+        blocks += count
+    order = b""
+    if scheme is ExchangeScheme.SHUFFLED:
+        ids_T = np.array([token for ids in texts for token in ids])
+        order = shuffled_order(table.predict(ids_T, None)).astype(np.int32).tobytes()
+    return GroupCall(
+        slices=slices,
+        layer=0,
+        counts=None,
+        first_order=order,
+        scheme=scheme,
+        keeps_kv=False,
+        nodes=[0] * WORKERS,
+    )
 
 
 def expert_layer(model: LocalModel, options: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +213,7 @@ def measure(options: argparse.Namespace) -> Measured:
     texts = rows_of(options.data, "test", Tokenizer.load(BUNDLED))[: options.texts]
     counts = RoutingCounts.read(BUNDLED / ROUTING, BUNDLED, model.spec)
     routing = [layer_routing(counts, layer) for layer in model.spec.moe_layers]
-    samples = schemes(model, routing, texts[: options.rows], options)
+    samples = schemes(model, routing, sorted(texts[: options.rows], key=len), options)
     samples |= expert_layer(model, options)
     with TemporaryDirectory() as scratch:
         folder = write_random_checkpoint(Path(scratch), {**MEDIUM, "torch_dtype": "float32"})
@@ -208,12 +232,13 @@ def measure(options: argparse.Namespace) -> Measured:
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     dims = {name: row for name, row in summary.items() if "dims" in row}
+    columns = "dims", "seconds", "tokens_per_s"
     hits = {name[7:]: row for name, row in summary.items() if name.startswith("hits | ")}
     prompt = {mode: summary[f"prompt | {mode}"] for mode, _ in MODES}
     layers = tuple(hits["token table"])
     local = {name[8:]: row for name, row in summary.items() if name.startswith("local | ")}
     return [
-        table_of(dims, "Per token and layer, limited link", "scheme", ("dims", "seconds")),
+        table_of(dims, "Per token and layer, limited link", "scheme", columns),
         table_of(local, "An expert layer, limited link", "local share", ("copies", "ms")),
         table_of(prompt, "One long prompt", "experts", ("seconds",)),
         table_of(hits, "Tokens whose worker was predicted", "prediction", layers),
