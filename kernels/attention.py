@@ -176,10 +176,7 @@ class AttentionPlan:
 
 
 def plan_attention(
-    sequences: Sequence[SequenceRows],
-    *,
-    window: int | None,
-    group: int = 0,
+    sequences: Sequence[SequenceRows], *, window: int | None, group: int = 0
 ) -> AttentionPlan:
     """Plan the attention of a batch on the CPU.
 

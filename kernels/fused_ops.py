@@ -129,11 +129,7 @@ def gather_rows(x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Te
 
 
 def weighted_sum(
-    y_ND: Tensor,
-    places_TK: Tensor,
-    weights_TK: Tensor,
-    out_TD: Tensor,
-    count: Tensor | None = None,
+    y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor, count: Tensor | None = None
 ) -> None:
     """Fill out_TD float32: each token's weighted sum of the rows places_TK of y, in order of k.
 

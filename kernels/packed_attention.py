@@ -88,11 +88,7 @@ def packed_part(
 
 
 def attend_packed(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    part: PackedPart,
-    scale: float,
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, part: PackedPart, scale: float
 ) -> Tensor:
     """Return [T, H, d]."""
     out_THd: Tensor = torch.ops.aten._flash_attention_forward(

@@ -386,11 +386,7 @@ def gather_rows(x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Te
 
 
 def weighted_sums(
-    y_ND: Tensor,
-    places_TK: Tensor,
-    weights_TK: Tensor,
-    out_TD: Tensor,
-    count: Tensor | None = None,
+    y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor, count: Tensor | None = None
 ) -> None:
     """Fill out_TD float32 with weighted sums of K rows of y. All tensors are contiguous.
 

@@ -26,6 +26,7 @@ from contracts.errors import NotFiniteError
 from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 from kernels.device import upload
+from kernels.sampling import top_probs
 
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
 MAX_SAFE_LOGIT = 1e30
@@ -50,7 +51,7 @@ def uniform(seed: int, position: int) -> float:
 def distribution(
     logits_V: torch.Tensor, peak: float, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return probabilities to draw from, not normalized, and their ids (None: all, in order).
+    """Return probabilities to draw from, not normalized, and their ids in order (None: all).
 
     Applies temperature, then min_p, top_k and top_p. The likeliest token, whose logit is `peak`, is
     always included.
@@ -71,8 +72,8 @@ def distribution(
     # keep the smallest set whose probability reaches top_p: drop a token if those before it do
     dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
     dropped_K[0] = False  # top_p may be 0 in float32
-    probs_K[dropped_K] = 0.0
-    return probs_K, ids_K
+    ids_K, order_K = ids_K[~dropped_K].sort()
+    return probs_K[~dropped_K][order_K], ids_K
 
 
 def draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float) -> int:
@@ -137,7 +138,7 @@ def sample_on_device(logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> list
             drawn = [uniform(sequences[row].seed, sequences[row].generated) for row in rows]
             picked = [settings[row] for row in rows]
             (rows_n,) = upload([np.array(rows)], logits_RV.device)
-            tokens_n = _drawn(shaped_RV[rows_n], allowed_R[rows_n], picked, drawn, limit)
+            tokens_n = draw_rows(shaped_RV[rows_n], allowed_R[rows_n], picked, drawn, limit)
             tokens_R = tokens_R.index_copy(0, rows_n, tokens_n)
     found = [peaks_R.double(), allowed_R.double(), tokens_R.double()]
     groups = _grouped([each.logprobs for each in settings])
@@ -199,7 +200,7 @@ def _limit(sampling: Sampling, vocabulary: int) -> int | None:
     return 0 if sampling.top_p >= 1 and limit >= vocabulary else limit
 
 
-def _drawn(
+def draw_rows(
     logits_nV: Tensor,
     peaks_n: Tensor,
     settings: SequenceOf[Sampling],
@@ -221,15 +222,7 @@ def _drawn(
     least_n1 = (peaks_n1 - shifts_n1) / temperatures_n1 + min_p_n1
     least_n1 -= ROUNDING * least_n1.abs()
     scaled_nV.masked_fill_(scaled_nV < least_n1.float(), -math.inf)
-    ids_nK = None
-    if limit:
-        scaled_nV, ids_nK = scaled_nV.topk(limit)
-    probs_nK = scaled_nV.softmax(-1)
-    if ids_nK is not None:
-        dropped_nK = (probs_nK.cumsum(-1) - probs_nK) >= top_p_n1.float()
-        dropped_nK[:, 0] = False
-        probs_nK.masked_fill_(dropped_nK, 0.0)
-    sums_nK = probs_nK.cumsum(-1, dtype=torch.float64)
-    places_n1 = torch.searchsorted(sums_nK, drawn_n1 * sums_nK[:, -1:], right=True)
-    places_n1.clamp_(max=sums_nK.shape[1] - 1)  # of a row that is not finite
-    return (places_n1 if ids_nK is None else ids_nK.gather(1, places_n1)).squeeze(1)
+    probs_nV = top_probs(scaled_nV, limit, top_p_n1[:, 0]) if limit else scaled_nV.softmax(-1)
+    sums_nV = probs_nV.cumsum(-1, dtype=torch.float64)
+    places_n1 = torch.searchsorted(sums_nV, drawn_n1 * sums_nV[:, -1:], right=True)
+    return places_n1.clamp_(max=sums_nV.shape[1] - 1).squeeze(1)  # of a row that is not finite

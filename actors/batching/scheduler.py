@@ -203,10 +203,8 @@ class Scheduler:
         """Requeue the sequences of a dropped batch, with their generated tokens."""
         self.abandon(batch)
         for chunk in batch.chunks:
-            if chunk.sequence.done:
-                self.remove(chunk.sequence)
-            else:
-                self._requeue(chunk.sequence)
+            end = self.remove if chunk.sequence.done else self._requeue
+            end(chunk.sequence)
 
     def abandon(self, batch: ScheduledBatch) -> None:
         """Record that a batch failed: none of its blocks can be trusted."""

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from actors.batching.finisher import LOGIT_ROWS
+from actors.batching.sampler import draw_rows
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
+from contracts.requests import Sampling
 from kernels.device import GpuMemory
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
@@ -83,7 +85,9 @@ def _run(
             for sums_TD in (experts(routed), shared_TD):
                 if sums_TD is not None:
                     run_to_end(add_tiled(hidden_TD, sums_TD))
-    half.logits(hidden_TD[:LOGIT_ROWS])
+    logits_RV = half.logits(hidden_TD[:LOGIT_ROWS]).float()
+    (rows, vocabulary), sampling = logits_RV.shape, Sampling(top_p=0.5)
+    draw_rows(logits_RV, logits_RV.amax(1), [sampling] * rows, [0.0] * rows, vocabulary)
 
 
 def _elsewhere(routed: RoutedTokens) -> Tensor:

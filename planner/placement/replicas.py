@@ -16,13 +16,7 @@ class RoundRobinChooser:
         self._replicas_E = (slot_ER >= 0).sum(axis=1)
         self._slots_ER = np.sort(slot_ER, axis=1)[:, ::-1]
 
-    def slots(
-        self,
-        topk_ids_TK: Ints,
-        free_rank: int | None = None,
-        weights_T: Floats | None = None,
-        load_R: Floats | None = None,
-    ) -> Array:
+    def slots(self, topk_ids_TK: Ints, *_: object) -> Array:
         """Return the slot of each pair [T, K]."""
         token_T1 = np.arange(len(topk_ids_TK))[:, None]
         slot_TK: Array = self._slots_ER[topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]]

@@ -156,9 +156,8 @@ def test_attention_ranks_scale_up_and_down(
     wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes still run", 20.0)
     assert len(ranks_up(served)) == 1
     assert "attention_ranks=1" in capsys.readouterr().out
-    assert free - free_cpus() == pytest.approx(0.0, abs=0.01), (
-        "what was taken for the third is free again, the seat of the launch's second is kept"
-    )
+    # What was taken for the third is free again; the seat of the launch's second is kept.
+    assert free - free_cpus() == pytest.approx(0.0, abs=0.01)
     assert scale(served, "--attention-ranks", "2") == 0
     assert httpx.get(f"{served.url}/health").status_code == 200
 

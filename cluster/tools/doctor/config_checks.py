@@ -108,7 +108,7 @@ def check_gpu_compiler(environment: Mapping[str, str]) -> Finding:
         return Finding("gpu kernels", "error", missing, advice)
     found = f"triton with {compiler}"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found += f"; attention by FlashInfer {importlib.metadata.version('flashinfer-python')}"
+        found += f"; FlashInfer {importlib.metadata.version('flashinfer-python')}"
     return Finding("gpu kernels", "ok", found)
 
 

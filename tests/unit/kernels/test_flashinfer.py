@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import flashinfer_attention, paged_attention
+from kernels import flashinfer_attention, paged_attention, sampling
 from kernels.packed_attention import SequenceRows
 from kernels.pages import PagedPart, Pages, Seen, plan_paged
 from tests.support.kernel_reference import layout
@@ -42,6 +42,8 @@ PARAMETERS = {
     ("flashinfer.mla", "BatchMLAPagedAttentionWrapper", "run"): (
         "q_nope q_pe ckv_cache kpe_cache out"
     ),
+    ("flashinfer", "sampling", "top_k_renorm_probs"): "probs top_k",
+    ("flashinfer", "sampling", "top_p_renorm_probs"): "probs top_p",
 }
 
 
@@ -201,3 +203,30 @@ def test_a_wrong_library_is_noticed(kind: str) -> None:
 
     with pytest.raises(AssertionError):
         paged_attention._compare(wrong, kind, cpu)
+
+
+def _kept(probs_NV: Tensor, least_N1: Tensor) -> Tensor:
+    kept_NV = probs_NV * (probs_NV >= least_N1)
+    return kept_NV / kept_NV.sum(1, keepdim=True)
+
+
+def _top_p(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    sorted_NV = probs_NV.sort(descending=True).values
+    kept_NV = sorted_NV.cumsum(1) - sorted_NV < top_p_N.unsqueeze(1)
+    return _kept(probs_NV, sorted_NV.where(kept_NV, torch.inf).amin(1, keepdim=True))
+
+
+def test_tokens_are_drawn_of_those_that_the_library_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top_k(probs_NV: Tensor, top_k: int) -> Tensor:
+        return _kept(probs_NV, probs_NV.topk(top_k).values[:, -1:])
+
+    library: Any = SimpleNamespace(top_k_renorm_probs=top_k, top_p_renorm_probs=_top_p)
+    sampling._check(library, "cpu")
+    monkeypatch.setattr(sampling, "library_on", lambda kind: library)
+    logits_NV = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 0.0]])
+    found_NV = sampling.top_probs(logits_NV, 3, torch.tensor([0.0, 0.5]))
+    assert found_NV[0].tolist() == [0.0, 1.0, 0.0]
+    assert found_NV[1].isfinite().all()
+    library.top_p_renorm_probs = lambda probs_NV, top_p_N: probs_NV
+    with pytest.raises(AssertionError):
+        sampling._check(library, "cpu")

@@ -549,9 +549,7 @@ def test_batch_by_keys_keeps_the_order_and_fits() -> None:
         (ls, 3),
     ]
     assert batch.priority is Priority.LS
-    assert simulation.scheduler.next_batch(BatchSelection(keys=(be.key, "gone"))) is None, (
-        "in a batch"
-    )
+    assert simulation.scheduler.next_batch(BatchSelection(keys=(be.key, "gone"))) is None
 
 
 def test_next_batch_of_each_class_is_forecast() -> None:

@@ -558,9 +558,8 @@ def test_requested_experts_are_copied_before_predicted_ones(
         demanded = tier.log[MAX_HINTS_IN_FLIGHT:]
         assert demanded == [(first, e, part) for e in (3, 5) for part in range(tier.parts)]
         request_hinted = backend._cache.request(second, [0, 4], LS)
-        assert len(backend._cache.acquire_ready(request_hinted)) == 2, (
-            "a hint that is wanted is a demand"
-        )
+        # A hint that is wanted is a demand.
+        assert len(backend._cache.acquire_ready(request_hinted)) == 2
         for each in (request, request_hinted):
             backend._cache.cancel(each)
         backend._cache.forget_hints("somebody")

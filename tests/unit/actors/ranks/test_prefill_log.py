@@ -66,9 +66,8 @@ def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
         reports = [entry for entry in first.log if isinstance(entry, WorkerReport)]
         assert [prompt.key for report in reports for prompt in report.accepted] == [key]
         progress_reports = [progress for report in reports for progress in report.progress]
-        assert [progress.done_tokens for progress in progress_reports] == [0], (
-            "it ends in the batch in which it starts"
-        )
+        # It ends in the batch in which it starts.
+        assert [progress.done_tokens for progress in progress_reports] == [0]
         assert sum(len(report.stored) for report in reports) == 3
         with group.client() as late:
             wait_for_report(late, first.log[-1].number)

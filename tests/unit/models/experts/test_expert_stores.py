@@ -62,9 +62,7 @@ class GatedSource:
 
     def wait_for_copies(self, *layers: int) -> None:
         with self.started:
-            assert self.started.wait_for(lambda: self.copies == list(layers), DEADLINE_S), (
-                self.copies
-            )
+            assert self.started.wait_for(lambda: self.copies == list(layers), DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
