@@ -1,4 +1,4 @@
-"""Batches that prefill workers compute together: schemes, one long prompt, and predictions.
+"""Batches that prefill workers compute together; tokens/s within five times the shortest's time.
 
     python -m benchmarks shared_batches --data DATA
 
@@ -65,7 +65,7 @@ def schemes(
 ) -> dict[str, Any]:
     """Return rows, model dims and seconds of each scheme, with experts in order and grouped.
 
-    tokens_per_s: of the largest batch that takes five times as long as the shortest text with
+    tokens/s: of the largest batch that takes five times as long as the shortest text with
     the first scheme: the objective of Speculative MoE, Section 5.3.
     """
     found, E, objective_s = dict[str, Any](), model.spec.num_experts, 0.0
@@ -98,7 +98,7 @@ def schemes(
                 "rows": rows,
                 "dims": dims,
                 "seconds": seconds[1:],
-                "tokens_per_s": float(np.interp(objective_s, medians, tokens)) / objective_s,
+                "tokens/s": float(np.interp(objective_s, medians, tokens)) / objective_s,
             }
         workers.close()
     return found
@@ -232,16 +232,16 @@ def measure(options: argparse.Namespace) -> Measured:
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     dims = {name: row for name, row in summary.items() if "dims" in row}
-    columns = "dims", "seconds", "tokens_per_s"
+    columns = "dims", "seconds", "tokens/s"
     hits = {name[7:]: row for name, row in summary.items() if name.startswith("hits | ")}
     prompt = {mode: summary[f"prompt | {mode}"] for mode, _ in MODES}
     layers = tuple(hits["token table"])
     local = {name[8:]: row for name, row in summary.items() if name.startswith("local | ")}
     return [
-        table_of(dims, "Per token and layer, limited link", "scheme", columns),
-        table_of(local, "An expert layer, limited link", "local share", ("copies", "ms")),
+        table_of(dims, "Schemes, limited link", "scheme", columns),
+        table_of(local, "Expert layer, limited link", "local share", ("copies", "ms")),
         table_of(prompt, "One long prompt", "experts", ("seconds",)),
-        table_of(hits, "Tokens whose worker was predicted", "prediction", layers),
+        table_of(hits, "Predicted workers", "prediction", layers),
     ]
 
 
