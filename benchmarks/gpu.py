@@ -56,7 +56,7 @@ PARTS: Final = (
     Part(
         "tests", "tests/gpu, and triton's kernels against the references",
         (*_PYTEST, "tests/gpu", "tests/unit/kernels/test_triton.py",
-         "tests/unit/actors/moe/test_device_dispatch.py"),
+         "tests/unit/kernels/test_flashinfer.py", "tests/unit/actors/moe/test_device_dispatch.py"),
         ("pytest", "hypothesis", "xdist", "transformers", "tokenizers", "triton",
          "prometheus_client"),
         "all pass: packets and sums of a device have the CPU's bits, and no call waits for it",

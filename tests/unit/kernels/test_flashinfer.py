@@ -54,6 +54,14 @@ def test_an_installed_package_has_our_parameters(place: tuple[str, str, str]) ->
     assert set(PARAMETERS[place].split()) <= inspect.signature(function).parameters.keys()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_an_installed_package_is_right_on_a_gpu() -> None:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    assert sampling.library_on("cuda") is not None
+    for kind in ("plain", "sinks", "latent"):
+        assert paged_attention._library_attention(kind) is not None
+
+
 class Wrapper:
     """Stands for FlashInfer's wrappers on the CPU. made: (class, keywords) of all calls."""
 
