@@ -233,7 +233,7 @@ def test_tokens_are_drawn_of_those_that_the_library_keeps(monkeypatch: pytest.Mo
     monkeypatch.setattr(sampling, "library_on", lambda kind: library)
     logits_NV = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 0.0]])
     found_NV = sampling.top_probs(logits_NV, 3, torch.tensor([0.0, 0.5]))
-    assert found_NV[0].tolist() == [0.0, 1.0, 0.0]
+    assert (found_NV[0] > 0.0).tolist() == [False, True, False]
     assert found_NV[1].isfinite().all()
     library.top_p_renorm_probs = lambda probs_NV, top_p_N: probs_NV
     with pytest.raises(AssertionError):
