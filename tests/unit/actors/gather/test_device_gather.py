@@ -23,7 +23,7 @@ from tests.support import prefill_workers
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.cuda_model import CUPY, FreeModel, Nccl, Runtime, installed
 from tests.support.gather_workload import GpuLayout
-from tests.support.group_harness import group_config
+from tests.support.group_harness import group_config, until
 from tests.support.prefill_workers import (
     assert_layer,
     join_all,
@@ -73,6 +73,12 @@ def check_copy(folder: Path, source: PeerSource, layer: int) -> None:
     prefill_workers.check_copy(folder, source, layer, packed=False, layout=layout)
 
 
+def are_all_counted(sources: list[PeerSource]) -> bool:
+    """Return whether the senders have counted what has been received: they do so afterwards."""
+    sent, received = map(sum, zip(*(each.bytes_moved() for each in sources), strict=True))
+    return bool(sent == received > 0)
+
+
 @pytest.mark.parametrize(
     ("family", "window"), [("qwen3_moe", None), ("qwen3_moe", 1), ("gpt_oss", 2)]
 )
@@ -86,8 +92,7 @@ def test_workers_copy_from_each_others_memory(
             for shift, source in enumerate(sources):
                 check_copy(folder, source, layers[(step + shift) % len(layers)])
         assert [source.fallbacks for source in sources] == [0, 0, 0]
-        sent, received = zip(*(source.bytes_moved() for source in sources), strict=True)
-        assert sum(sent) == sum(received)
+        until(lambda: are_all_counted(sources))
 
 
 @pytest.mark.parametrize(("family", "window"), [("qwen3_moe", None), ("gpt_oss", 2)])
@@ -102,9 +107,7 @@ def test_workers_on_several_nodes_gather_by_nccl(
                 check_copy(folder, source, layers[(step + shift) % len(layers)])
         assert [(source.fallbacks, source.lost) for source in sources] == [(0, {})] * 3
         assert all(link.in_turn for source in sources for link in source._links.values())
-        moved = [source.bytes_moved() for source in sources]
-        sent, received = map(sum, zip(*moved, strict=True))
-        assert sent == received > 0
+        until(lambda: are_all_counted(sources))
         sources[1].close()
         check_copy(folder, sources[0], layers[0])
         assert list(sources[0].lost) == ["prefill-1"]
