@@ -29,7 +29,8 @@ torch.set_num_threads(1)  # two cores, several workers; and sums that do not dep
 settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
-COMPUTING = ("faults", "oracle", "unit/actors", "unit/kernels", "unit/models")
+COMMANDS = "architecture/test_documented_commands", "architecture/test_wheel"
+COMPUTING = ("faults", "oracle", "unit/actors", "unit/kernels", "unit/models", *COMMANDS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -98,7 +98,7 @@ def test_slow_load_is_aborted_at_deadline(deep: Path, right: list[list[int]]) ->
 
 def test_proposal_reaching_one_rank_is_aborted(deep: Path, right: list[list[int]]) -> None:
     spec = read_spec(deep)
-    with following(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
+    with following(deep, **config(FAST, move_timeout_s=5.0)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client() as client:
             planner.propose(another(spec, 1), "expert-0")

@@ -26,7 +26,6 @@ def test_spread_groups_answer_over_tcp_between_two_nodes(two_nodes: TwoNodes) ->
             *("--set", "groups.placement=spread", "--set", f"groups.address={ADDRESS}"),
         ],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
         env=ENVIRONMENT,

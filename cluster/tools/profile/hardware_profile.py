@@ -333,8 +333,8 @@ def _expert_samples(measured: _Measured) -> list[ExpertSample]:
     samples = []
     for chunks, passes in measured.items():
         tasks = [task for one in passes for task in one.expert]
-        active = statistics.mean(task.active for task in tasks)
-        pairs = statistics.mean(task.pairs for task in tasks)
+        active = statistics.median(task.active for task in tasks)
+        pairs = statistics.median(task.pairs for task in tasks)
         ms = 1e3 * statistics.median(task.seconds for task in tasks)
         samples.append(ExpertSample(label_of(chunks), active, pairs, ms))
     return samples
