@@ -86,8 +86,9 @@ def _run(
                 if sums_TD is not None:
                     run_to_end(add_tiled(hidden_TD, sums_TD))
     logits_RV = half.logits(hidden_TD[:LOGIT_ROWS]).float()
-    (rows, vocabulary), sampling = logits_RV.shape, Sampling(top_p=0.5)
-    draw_rows(logits_RV, logits_RV.amax(1), [sampling] * rows, [0.0] * rows, vocabulary)
+    rows, vocabulary = logits_RV.shape
+    settings = [Sampling(top_p=0.5)] * rows
+    draw_rows(logits_RV, logits_RV.amax(1), settings, [0.0] * rows, vocabulary)
 
 
 def _elsewhere(routed: RoutedTokens) -> Tensor:

@@ -164,7 +164,7 @@ class _Resizer:
             if is_used and (is_finished or monotonic_s() > end_s):
                 return target if _newest(reports).placement == target else None
             reasons = [failure, *(each.failures.get(generation, "") for each in reports.values())]
-            failure = min(filter(None, reasons), key=is_taken, default="")  # another cause, if any
+            failure = min(filter(None, reasons), key=is_taken, default="")  # what no retry mends
             if failure and is_finished:
                 if is_taken(failure):
                     return None

@@ -67,7 +67,7 @@ def budgets() -> list[Budget]:
         # shared_load and mode_choice 570
         Budget("product: lines", _lines(PRODUCT), 81_500),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 7_850),
-        Budget("tests: lines", _lines(("tests",)), 56_830),
+        Budget("tests: lines", _lines(("tests",)), 56_840),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
         Budget("docs and README: words", _words(), 46_250),
         Budget("class names with two definitions", len(repeated_classes()), 0),

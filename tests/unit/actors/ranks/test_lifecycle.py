@@ -214,6 +214,17 @@ def test_rank_that_does_not_acknowledge_is_named_in_the_failure(
     assert all(e.report.newest == 1 and e.rounds > ROUNDS_UNDER_WAY for e in ranks)
 
 
+def test_lost_rank_is_named_although_another_saw_a_concurrent_proposal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_resize, "POLL_S", 0.001)
+    ranks = [Expert("expert-0"), Expert("expert-1")]
+    for each, reason in zip(ranks, ("attention-0 has refused generation 1", "lost"), strict=True):
+        each.report = msgspec.structs.replace(each.report, failures={1: reason})
+    with pytest.raises(LaunchError, match=r"^1 expert ranks: lost"):
+        place_experts(lambda: [RunningRank(e.ready, e) for e in ranks], 1, TandemConfig())
+
+
 def test_resize_waits_until_each_rank_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_resize, "POLL_S", 0.001)
     ranks = [Unlinked("expert-0"), Unlinked("expert-1")]
