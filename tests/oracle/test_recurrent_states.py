@@ -131,7 +131,9 @@ def test_bits_of_a_row_depend_neither_on_cuts_nor_on_other_sequences(
     assert torch.equal(both[:28], whole[32:60])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.slow)]
+)
 def test_a_group_hits_prefixes_at_checkpoints_and_continues_what_it_preempts(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

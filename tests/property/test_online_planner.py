@@ -424,7 +424,7 @@ def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> l
     return errors
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(st.tuples(factors, factors, factors), seeds)
 def test_refit_is_hardly_worse_than_a_correct_file(
     off: tuple[float, float, float], seed: int
