@@ -1,4 +1,4 @@
-"""The event loop of a worker: micro-batches as state machines over a ready set.
+"""The event loop of a rank: micro-batches as state machines over a ready set.
 
     ATTENTION(t) ──> experts(t), in their backend ──> ATTENTION(t+1) ... ──> FINISH
          └────> SHARED(t) ──────────────────────────┘
