@@ -1,7 +1,7 @@
 """The GPU channels and gathers on a model of the CUDA runtime (simulated; no GPU is used).
 
 A run is one random interleaving of the real code of `nccl`, `ipc` and the gather: processes,
-messages, kernels and transfers at random times. A million take several hours on two cores.
+messages, kernels and transfers at random times. A million take one to two hours on two cores.
 """
 
 from __future__ import annotations
