@@ -59,7 +59,7 @@ from planner.scheduling.batching import (
 from planner.scheduling.task_order import by_plan
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches and many experts
-WARM_UP = Sampling(max_tokens=2, top_p=0.5, seed=0, ignore_eos=True)
+WARM_UP = Sampling(max_tokens=2, top_p=0.5, seed=0, ignore_eos=True)  # compiles the sampler too
 NO_CLIENT = -1
 
 

@@ -37,12 +37,7 @@ from models.text.tokenizer import Tokenizer
 from planner.arrays import Ints
 from planner.costs.exchange_volume import ExchangeScheme, moved_rows
 from planner.placement.routing import LayerRouting
-from planner.placement.shuffling import (
-    ShareTables,
-    main_workers,
-    share_tables,
-    shuffled_order,
-)
+from planner.placement.shuffling import ShareTables, main_workers, share_tables, shuffled_order
 from planner.placement.slots import contiguous_line, held
 from planner.placement.solve import solve_layer
 from tests.support.local_model import LocalModel
@@ -65,7 +60,7 @@ def schemes(
 ) -> dict[str, Any]:
     """Return rows, model dims and seconds of each scheme, with experts in order and grouped.
 
-    tokens/s: of the largest batch that takes five times as long as the shortest text with
+    tokens/s: of the largest batch that takes at most five times as long as the shortest text with
     the first scheme: the objective of Speculative MoE, Section 5.3.
     """
     found, E, objective_s = dict[str, Any](), model.spec.num_experts, 0.0
