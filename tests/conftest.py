@@ -29,22 +29,37 @@ torch.set_num_threads(1)  # two cores, several workers; and sums that do not dep
 settings.register_profile("same everywhere", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
+QUICK_EXAMPLES = 10  # of a property in `make check`
 COMMANDS = "architecture/test_documented_commands", "architecture/test_wheel"
 COMPUTING = ("faults", "oracle", "unit/actors", "unit/kernels", "unit/models", *COMMANDS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--family-draws", type=int, default=3, help="random models of each family")
+    parser.addoption("--quick", action="store_true", help="no long tests, fewer examples of others")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out unless `-m` names them; run Ray, then those without kernels, first."""
-    if "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if item not in slow]
+    marks = [] if "slow" in config.option.markexpr else ["slow"]
+    if config.option.quick:
+        marks.append("long")
+        for item in items:
+            _limit_examples(item)
+    left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: (not _wants_ray(item.nodeid), _computes(item.nodeid)))
+
+
+def _limit_examples(item: pytest.Item) -> None:
+    """Reduce a property's examples to QUICK_EXAMPLES, also if it sets a number of its own."""
+    test, cases = getattr(item, "function", None), getattr(item, "cls", None)
+    for owner, name in ((test, "_hypothesis_internal_use_settings"), (cases, "settings")):
+        own = getattr(owner, name, None)
+        if isinstance(own, settings) and own.max_examples > QUICK_EXAMPLES:
+            setattr(owner, name, settings(own, max_examples=QUICK_EXAMPLES))
 
 
 def pytest_collection_finish() -> None:

@@ -130,6 +130,7 @@ def test_output_keeps_the_order_of_the_input() -> None:
         assert sum(line["rows_rejected"] for line in lines) == 3
 
 
+@pytest.mark.long
 def test_run_killed_at_any_disk_step_repeats_at_most_rows_in_flight() -> None:
     records = some_records()
     with temporary() as folder:
@@ -149,6 +150,7 @@ def test_run_killed_at_any_disk_step_repeats_at_most_rows_in_flight() -> None:
     assert step > 20
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40), TORN), max_size=4))
 def test_repeated_kills_and_torn_files_end_with_same_output(

@@ -118,6 +118,7 @@ def test_a_hardware_file_makes_the_first_answer_warm() -> None:
     assert found.makespan_ms == pytest.approx(best.makespan_ms, rel=1e-6)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=6)
 @given(seeds, st.sampled_from([QWEN, WITH_SHARED]))
 def test_a_cold_planner_learns_to_predict_within_five_percent(seed: int, model: object) -> None:
@@ -151,6 +152,7 @@ def test_stages_learned_in_solver_units(seed: int, attention_ranks: int, expert_
         assert chunk_ms == pytest.approx(group.chunk_ms(0, tokens), rel=0.05)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=6)
 @given(seeds)
 def test_learned_plans_are_close_to_optimal(seed: int) -> None:
@@ -424,6 +426,7 @@ def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> l
     return errors
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=6)
 @given(st.tuples(factors, factors, factors), seeds)
 def test_refit_is_hardly_worse_than_a_correct_file(

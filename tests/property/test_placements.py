@@ -52,6 +52,7 @@ def layers(draw: st.DrawFn) -> Layer:
     return routing, slots
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(layers())
 def test_placement_is_valid_and_no_worse_than_contiguous(layer: Layer) -> None:

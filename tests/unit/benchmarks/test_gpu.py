@@ -57,6 +57,7 @@ def test_parts_run_in_turn_and_the_table_has_their_status(
     assert gpu.main(["--results", str(folder), "--only", "writes"], [WRITES, FAILS]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("with_gpu")
 def test_a_part_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
     code = (

@@ -41,6 +41,7 @@ def spec_of(layers: int) -> ModelSpec:
     return spec_from(ConfigFields(Path("small"), {**SMALL, "num_hidden_layers": layers}))
 
 
+@pytest.mark.long
 def test_small_run_compares_logits_and_writes_its_result(tmp_path: Path) -> None:
     summary = result_of(offloaded_on_gpu.CASE, OFFLOADED, tmp_path)["summary"]
     kept = ("50%", "100%")
@@ -114,6 +115,7 @@ def turn(tpot_ms: float, missing_LS: list[list[int]]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_small_streamed_run_checks_logits_and_writes_its_result(tmp_path: Path) -> None:
     summary = result_of(streamed_on_gpu.CASE, STREAMED, tmp_path)["summary"]
     assert set(summary["points"]) == {"32", "96"}

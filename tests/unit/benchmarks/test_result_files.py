@@ -24,6 +24,7 @@ def test_few_samples_are_written_as_they_are(tmp_path: Path) -> None:
     assert written(tmp_path, samples) == samples
 
 
+@pytest.mark.long
 def test_quantiles_stand_for_many_samples(tmp_path: Path) -> None:
     many = [float(number) for number in range(100_001)]
     found = written(tmp_path, {"a": many, "b": [{"x": x, "y": [1, 2]} for x in many], "c": [3, 4]})

@@ -255,6 +255,7 @@ for first in ("panels", "token_selection", "delta_rule"):
 """
 
 
+@pytest.mark.long
 def test_numbers_of_parts_do_not_depend_on_what_is_imported_first() -> None:
     """Code that one process keeps on disk calls parts by number in another one."""
     found = subprocess.check_output([sys.executable, "-c", PARTS_OF_EACH_ORDER], text=True)
@@ -327,6 +328,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not processor_has("avx512f"), reason="no vectors wider than AVX2's here")
 def test_half_as_wide_vectors_give_the_same_float32_bits() -> None:
     half = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse2,+ssse3,+sse4.1,+sse4.2"

@@ -136,6 +136,7 @@ def test_a_failed_pass_is_an_error_and_not_an_endless_wait(
             probe.run(RAGGED, seed=0)
 
 
+@pytest.mark.long
 def test_profile_recovers_the_devices_costs(
     device: Device, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def fuzzed() -> Iterator[FuzzedApp]:
     loop.close()
 
 
+@pytest.mark.long
 def test_mutated_bodies_are_answered_as_documented(fuzzed: FuzzedApp) -> None:
     run = fuzzed.run(fuzzed.app, range(REQUESTS))
     assert not run.failures, run.failures[0]

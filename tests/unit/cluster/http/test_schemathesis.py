@@ -71,6 +71,7 @@ def test_generated_model_names_are_answered_as_documented(api: Api) -> None:
     Fuzzed(api).run("/v1/models/{name}", "GET", "valid", 10)
 
 
+@pytest.mark.long
 def test_requests_before_ready_get_documented_503(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank], no_rank_timeout_s=0.05) as api:

@@ -185,6 +185,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build_tracer(config, MODEL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["works", "hangs", "absent"])
 def test_collector_receives_spans_and_costs_no_request(folder: Path, state: str) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

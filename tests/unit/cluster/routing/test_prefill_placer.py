@@ -293,6 +293,7 @@ async def test_started_stream_resumes_on_another_worker() -> None:
         assert (resumed.token_ids, resumed.generated) == ([1, 2, 3, 7], 1)
 
 
+@pytest.mark.long
 @run_async
 async def test_no_request_is_lost_while_workers_join_and_leave() -> None:
     workers = [FakePrefill(0), FakePrefill(1)]

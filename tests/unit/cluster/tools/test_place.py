@@ -23,6 +23,7 @@ PROFILE = FOLDER / "routing.safetensors"
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.long
 def test_written_placement_passes_launch_checks(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "placement.json"
     arguments = ["place", str(PROFILE), "--ranks", "2", "--spare", "1", "--output", str(path)]

@@ -317,6 +317,7 @@ def test_unused_files_are_deleted_when_another_is_written(tmp_path: Path) -> Non
     new.close()
 
 
+@pytest.mark.long
 def test_file_mapped_by_another_process_stays_until_it_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:

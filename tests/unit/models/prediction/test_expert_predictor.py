@@ -135,6 +135,7 @@ def test_router_prediction_applies_next_router_to_current_state(half: AttentionH
     assert predictor.predict(LAYERS - 1, routed.x_TD, routed) is None
 
 
+@pytest.mark.long
 def test_estimator_learns_nonlinear_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     samples = {}

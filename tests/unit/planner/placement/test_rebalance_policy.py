@@ -127,6 +127,7 @@ def test_move_must_save_more_than_it_costs(per_s: float, payback_s: float, moves
     assert (step is not None) == moves
 
 
+@pytest.mark.long
 @given(st.integers(0, 12), st.integers(0, 2), st.sampled_from([2, 4]), st.sampled_from(list(PAIRS)))
 @settings(max_examples=12, deadline=None)
 def test_each_step_gains_within_move_bytes(most: int, spare: int, ranks: int, kind: str) -> None:

@@ -296,6 +296,7 @@ def test_invalid_arguments_are_one_line_without_requests(
     assert expected_text in error_line(capsys, "bench", *url, *arguments)
 
 
+@pytest.mark.long
 def test_table_json_picture_and_file_agree(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,6 +450,7 @@ def test_equal_hash_ids_are_equal_blocks_of_text(divisor: int) -> None:
     assert words[3] == words[0][: len(words[3])]
 
 
+@pytest.mark.long
 def test_requests_are_sent_on_arrival_and_refused_client_retries_once(folder: Path) -> None:
     """The rank never answers and two requests may wait; later ones are not delayed."""
     rank = FakeRank("attention-0", lambda submit: [60])

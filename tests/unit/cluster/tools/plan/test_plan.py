@@ -255,6 +255,7 @@ def test_any_field_value_gives_plan_or_one_line(
         printed_error(capsys, "plan")
 
 
+@pytest.mark.long
 def test_profile_reports_gain_of_placement(tmp_path: Path, capsys: Captured) -> None:
     """Copies of the bundled model on 2 ranks: 1.48 in order, 1.33 at best."""
     answer = solved(tmp_path, capsys, ROUTED)

@@ -36,6 +36,7 @@ def written(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_profile_counts_four_fifths_of_the_texts(written: Path) -> None:
     counts = RoutingCounts.read(written, FOLDER, SPEC)
     assert 1800 < counts.counted < 2200
@@ -43,6 +44,7 @@ def test_profile_counts_four_fifths_of_the_texts(written: Path) -> None:
     assert RoutingProfile.read(written, FOLDER, SPEC).means.keys() == counts.layers.keys()
 
 
+@pytest.mark.long
 def test_guesses_are_evaluated_on_held_out_texts(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
