@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.http.text import TokenizerPool
 from contracts.errors import RequestError
 from models.text.chat_template import ChatTemplate, finish
-from models.text.detokenizer import WindowDetokenizer
-from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer, WindowDetokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
 
 WRITERS = {"byte_level": write_byte_level, "sentencepiece": write_sentencepiece_like}
