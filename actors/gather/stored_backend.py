@@ -22,8 +22,7 @@ from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import LayerDecoder, ResidentLayerDecoder
 from models.experts.copying_store import ExpertStore
-from models.experts.expert_half import add_expert_sums
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens, add_expert_sums
 
 _LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.moe.backend import TaskKey
 from models.experts.cache_requests import PredictedExpert
 from models.experts.device_lanes import Arrival
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor, PredictedRouting
 
 MicroBatchId = tuple[int, int]

@@ -44,9 +44,8 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
-from models.experts.expert_half import ExpertHalf, expert_sum_steps
+from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
-from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor, Ids, Precision, PredictedRouting
 from models.prediction.routing_profile import RoutingProfile
 from models.spec.checkpoint_files import ROUTING

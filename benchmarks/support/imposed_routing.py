@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.routing import RoutingRule
 from models.decoder.decoder import AttentionHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor
 from models.spec.model import ModelSpec
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.routing_profile import (
     PREDICTOR_KINDS,
     TOKEN,

@@ -22,7 +22,7 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import ExpertStore
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
     PREDICTOR_KINDS,

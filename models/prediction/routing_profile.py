@@ -54,7 +54,7 @@ from torch.nn import functional
 
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,

@@ -14,7 +14,7 @@ import kernels.attention
 import kernels.experts
 import kernels.steps
 import models.decoder.decoder
-import models.experts.router
+import models.experts.expert_half
 import tests.support.group_harness as harness
 from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.observer import Observer
@@ -189,7 +189,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
     products.clear()
     monkeypatch.setattr(kernels.steps, "TILE_ROWS", 32)
     monkeypatch.setattr(models.decoder.decoder, "LIGHT_ROWS", 32)
-    monkeypatch.setattr(models.experts.router, "LIGHT_ROWS", 32)
+    monkeypatch.setattr(models.experts.expert_half, "LIGHT_ROWS", 32)
     monkeypatch.setattr(kernels.experts, "RUN_PAIRS", 32)
     monkeypatch.setattr(kernels.experts, "TILE_PAIRS", 32)
     monkeypatch.setattr(kernels.attention, "_STEP_SCORES", 1)

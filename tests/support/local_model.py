@@ -15,8 +15,7 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.recurrence import StateRun
-from models.experts.expert_half import ExpertHalf, expert_sum_steps
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import Progress

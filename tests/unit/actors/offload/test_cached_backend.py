@@ -35,10 +35,9 @@ from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, slot_format
-from models.experts.expert_half import assemble_half, expert_sum_steps
+from models.experts.expert_half import ExpertRouter, RoutedTokens, assemble_half, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, ExpertMemory
-from models.experts.router import ExpertRouter, RoutedTokens
 from models.prediction.expert_predictor import (
     DevicePrediction,
     ExpertPredictor,
