@@ -20,21 +20,24 @@ from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES
 from models.spec.family import Family, QkNorm
-from models.spec.indexer import IndexerSpec, read_indexer
 from models.spec.layer_spec import (
+    ROPES,
+    IndexerSpec,
     LatentSpec,
     RopeSpec,
     RoutingSpec,
+    WindowLayersSpec,
+    read_indexer,
     read_latent,
     read_moe_layers,
     read_rope,
+    read_ropes,
     read_rotary_dim,
     read_routing,
     read_unrotated,
     read_windows,
 )
 from models.spec.recurrent import RecurrentSpec, read_recurrent
-from models.spec.window_layers import WindowLayersSpec, check_agreement, read_ropes
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 GENERATION_CONFIG = "generation_config.json"
@@ -512,7 +515,7 @@ def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
 
 def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
     if spec.window_layers is not None:
-        check_agreement(config, spec)
+        _check_agreement(config, spec, spec.window_layers)
     if spec.num_heads % spec.num_kv_heads:
         raise config.error(
             "num_key_value_heads",
@@ -526,3 +529,33 @@ def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
         raise config.error("num_hidden_layers", f"none of the {spec.num_layers} layers has experts")
     if spec.latent is None and spec.head_dim % 2:
         raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")
+
+
+def _check_agreement(config: ConfigFields, spec: ModelSpec, windows: WindowLayersSpec) -> None:
+    """Raise CheckpointError for a field of MiMo's original files that contradicts the spec."""
+    sparse = [int(spec.is_moe(layer)) for layer in range(spec.num_layers)]
+    implied: dict[str, object] = {
+        "swa_num_key_value_heads": windows.kv_heads,
+        "swa_num_attention_heads": spec.num_heads,
+        "swa_head_dim": spec.head_dim,
+        "swa_v_head_dim": spec.value_dim,
+        "rope_theta": spec.rope.theta,
+        "swa_rope_theta": windows.rope.theta,
+        "layernorm_epsilon": spec.rms_norm_eps,
+        "hybrid_layer_pattern": [int(window is not None) for window in spec.sliding_windows],
+        "moe_layer_freq": sparse,
+    }
+    for key, value in implied.items():
+        if config.has(key) and config.raw(key) != value:
+            raise config.error(key, f"{config.raw(key)!r}, but the other fields imply {value!r}")
+    fraction = config.number("partial_rotary_factor", default=spec.rope_dim / spec.head_dim)
+    if int(spec.head_dim * fraction) != spec.rope_dim:
+        raise config.error(
+            "partial_rotary_factor", f"{fraction:g}, but {ROPES} rotates {spec.rope_dim} elements"
+        )
+    if spec.num_heads % windows.kv_heads:
+        raise config.error(
+            "num_key_value_heads",
+            f"twice as many, {windows.kv_heads}, do not divide num_attention_heads="
+            f"{spec.num_heads}",
+        )
