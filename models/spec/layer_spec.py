@@ -388,6 +388,8 @@ def read_rotary_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
 
 def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     """Read the rope parameters. Raises CheckpointError for unsupported or incomplete scalings."""
+    if family.needs_rope_parameters and not (config.has(ROPES) or config.raw("rope_scaling")):
+        raise config.error(ROPES, f"missing; {family.model_type} needs them")
     default_theta = family.default_rope_theta
     scaling = _rope_fields(config, default_theta)
     theta = _read_theta(config, scaling, default_theta)

@@ -286,14 +286,12 @@ def _text_fields(config: ConfigFields) -> ConfigFields:
 
 def _family(config: ConfigFields) -> Family:
     model_type = config.raw("model_type")
-    for family in FAMILIES.values():
-        if model_type == family.model_type:
-            return family
     architectures = config.raw("architectures")
     for family in FAMILIES.values():
-        if model_type is None and architectures == [family.architecture]:
+        is_named = model_type is None and architectures == [family.architecture]
+        if is_named or model_type == family.model_type:
             return family
-    supported = ", ".join(f"{family.model_type}" for family in FAMILIES.values())
+    supported = ", ".join(FAMILIES)
     found = model_type if model_type is not None else architectures
     raise config.error("model_type", f"{found!r} is not supported; supported: {supported}")
 
@@ -320,8 +318,8 @@ def _ropes(
         return rope, rotated, WindowLayersSpec(kv_heads=2 * kv_heads, rope=own)
     if not family.has_rope:
         return RopeSpec(theta=family.default_rope_theta), latent.rope_dim if latent else 0, None
-    rope, most = _rope(config, family, head_dim), head_dim if latent is None else latent.rope_dim
-    return rope, read_rotary_dim(config, family, most), None
+    most = head_dim if latent is None else latent.rope_dim
+    return read_rope(config, family, head_dim), read_rotary_dim(config, family, most), None
 
 
 def _value_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
@@ -334,13 +332,6 @@ def _value_scale(config: ConfigFields, family: Family) -> float:
         return 1.0
     key, default = family.value_scale
     return config.number(key, default=1.0 if config.is_null(key) else default)
-
-
-def _rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
-    given = config.has("rope_parameters") or config.raw("rope_scaling")
-    if family.needs_rope_parameters and not given:
-        raise config.error("rope_parameters", f"missing; {family.model_type} needs them")
-    return read_rope(config, family, head_dim)
 
 
 def _switch(config: ConfigFields, key: str | None, default: bool) -> bool:
