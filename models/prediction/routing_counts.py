@@ -39,8 +39,8 @@ from models.prediction.profile_file import (
     open_profile,
     write_arrays,
 )
+from models.spec.checkpoint_files import SafetensorsFile
 from models.spec.model import ModelSpec
-from models.spec.safetensors_file import SafetensorsFile
 from models.text.tokenizer_files import tokenizer_digest
 
 MIN_TOKENS: Final = 1000

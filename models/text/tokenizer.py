@@ -35,8 +35,7 @@ from models.text.chat_template import (
     finish,
     pieces_of,
 )
-from models.text.tiktoken_file import byte_level_alphabet
-from models.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from models.text.tokenizer_files import TokenizerFiles, byte_level_alphabet, read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below, encoding costs less than a thread switch
 POOL_ABOVE_CHARACTERS = 2_048  # below, encoding costs less than waking library threads

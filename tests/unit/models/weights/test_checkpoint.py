@@ -17,9 +17,9 @@ from kernels.steps import run_to_end
 from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
-from models.spec import safetensors_file
+from models.spec import checkpoint_files
+from models.spec.checkpoint_files import SafetensorsFile
 from models.spec.model import ModelSpec, read_sampling, read_spec
-from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from tests.support.manual_clock import ManualClock
@@ -154,7 +154,7 @@ def test_dtypes_are_read_as_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
     tensors = {
         name: torch.arange(12).view(3, 4).to(getattr(torch, dtype))
-        for name, (dtype, _) in safetensors_file._DTYPES.items()
+        for name, (dtype, _) in checkpoint_files._DTYPES.items()
     }
     save_file({**tensors, "empty": torch.empty(0, 3)}, path)
     file = SafetensorsFile(path)
