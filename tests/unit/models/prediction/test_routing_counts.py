@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction.bounded_counts import BoundedCounts, PathSample, RoutingPaths, merge_samples
 from models.prediction.profile_file import checkpoint_digest, write_arrays
 from models.prediction.routing_counts import (
     COUNT_LIMITS,
     MIN_TOKENS,
+    BoundedCounts,
     CountedModel,
     CountLimits,
+    PathSample,
     RoutingCounter,
     RoutingCounts,
+    RoutingPaths,
+    merge_samples,
 )
 from models.prediction.routing_profile import RoutingProfile
 from models.spec.model import read_spec
