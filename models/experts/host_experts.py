@@ -37,9 +37,8 @@ from torch import Tensor
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
-from models.experts.expert_layout import ExpertLayout, expert_pieces
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout, expert_pieces
 from models.experts.expert_loading import copy_experts, is_transposed
-from models.experts.expert_store import ExpertBuffer
 from models.spec.checkpoint_files import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_weight_specs
 from models.weights.loading import Loader

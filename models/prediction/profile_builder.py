@@ -21,7 +21,7 @@ from kernels.routing import group_by_expert, local_index
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.copying_store import ExpertStore
+from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
@@ -114,7 +114,7 @@ class ProfileBuilder:
     def __init__(
         self,
         half: AttentionHalf,
-        store: ExpertStore,
+        store: CopyingStore,
         rows: Rows,
         progress: Callable[[float], None] = lambda part: None,
         counter: RoutingCounter | None = None,

@@ -22,9 +22,8 @@ from contracts.errors import ChannelError, PeerDeadError, ResourceError
 from kernels.linear import is_packed
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
-from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import HostSource, open_host_source, open_shared_file
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint

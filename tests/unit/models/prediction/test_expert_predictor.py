@@ -9,7 +9,6 @@ import torch
 
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ResidentStore
 from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
 from models.prediction.nearest_ids import NearestIds
 from models.prediction.profile_builder import ProfileBuilder
@@ -23,7 +22,7 @@ from models.prediction.routing_profile import (
     train_estimator,
 )
 from models.weights.checkpoint import check_checkpoint
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, resident_store
 from tests.support.tiny_models import Checkpoints, prompts, set_config
 
 LAYERS = 4
@@ -31,7 +30,7 @@ LAYERS = 4
 
 def collected(folder: Path, rows: int = 24) -> tuple[LocalModel, RoutingProfile]:
     local = LocalModel.load(folder, dtype="float32")
-    store = ResidentStore(local.experts[0])
+    store = resident_store(local.experts[0])
     texts = prompts(7, [60] * rows)
     return local, ProfileBuilder(local.attention, store, texts).profile()
 
