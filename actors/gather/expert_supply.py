@@ -25,7 +25,7 @@ from contracts.ranks import Group, RankSpec, rank_name
 from contracts.traces import Stage, TaskSpan
 from models.decoder.decoder import AttentionHalf
 from models.decoder.divided_heads import check_divisible, divided_half, head_share
-from models.experts.copying_store import CopyingStore, ExpertSource, split_layers
+from models.experts.copying_store import CopyingStore, ExpertSource
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
@@ -140,7 +140,7 @@ def _gathered(
     """
     model = layout.spec
     check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
-    _, layers = split_layers(model, spec.config.prefill.resident_layers)
+    layers = model.moe_layers[spec.config.prefill.resident_layers :]
     part = own_part(spec, layout)
     shard: Shard
     if host is None:
@@ -265,7 +265,7 @@ def copying_store(
     spec: RankSpec, layout: ExpertLayout, source: ExpertSource, stage: Stage, timeline: Timeline
 ) -> CopyingStore:
     """Keep the first `prefill.resident_layers` layers; copy the others from `source`."""
-    resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
+    resident = layout.spec.moe_layers[: spec.config.prefill.resident_layers]
     half = _load(spec, layout, range(layout.spec.num_experts), resident)
     resource = f"experts>{spec.name}"
     return CopyingStore(

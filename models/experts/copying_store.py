@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -30,7 +30,6 @@ from contracts.errors import ChannelError, TandemError
 from models.experts.device_lanes import Mark, device_lane
 from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.spec.model import ModelSpec
 
 _CLOSE_S = 5.0
 Observe = Callable[[int, float, float], None]
@@ -276,8 +275,3 @@ class CopyingStore:
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
         return None
-
-
-def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Split layers with experts into (the first `resident_layers`, the copied ones)."""
-    return spec.moe_layers[:resident_layers], spec.moe_layers[resident_layers:]

@@ -332,16 +332,11 @@ class Tokenizer:
 
     def _encode_distinct(self, texts: Sequence[str]) -> dict[str, list[int]]:
         """Return ids without special tokens. Those of short texts are cached."""
-        ids: dict[str, list[int]] = {}
-        new = []
-        for text in dict.fromkeys(texts):
-            known = self._ids_cache.get(text)
-            if known is None:
-                new.append(text)
-            else:
-                ids[text] = known
+        cache = self._ids_cache
+        ids = {text: cache[text] for text in texts if text in cache}
+        new = [text for text in dict.fromkeys(texts) if text not in ids]
         ids |= zip(new, self.encode_many(new, add_special_tokens=False), strict=True)
-        if len(self._ids_cache) > MAX_CACHED_TEXTS:
+        if len(cache) > MAX_CACHED_TEXTS:
             self._ids_cache = {}
         self._ids_cache |= {text: ids[text] for text in new if len(text) <= SUFFIX_CHARACTERS}
         return ids
