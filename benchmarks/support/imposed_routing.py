@@ -55,9 +55,8 @@ class ImposedPredictor(ExpertPredictor):
 
     def __init__(self, half: AttentionHalf, precision: float) -> None:
         super().__init__(half, None, "router")
-        self.precision = precision
-        even = [precision] * half.spec.top_k
-        self.before.by_layer.update({layer: list(even) for layer in self.before.by_layer})
+        self.imposed = precision
+        self.precision = {layer: [precision] * half.spec.top_k for layer in self.precision}
         self._at = {layer: n for n, layer in enumerate(half.spec.moe_layers)}
         self.step, self.ids_SLK = 0, torch.empty(0)
 
