@@ -23,7 +23,7 @@ Summaries", 2012). Paths are a uniform sample of a stream of unknown length (Vit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -351,34 +351,25 @@ class _CountArrays:
 _AT_ONCE = 4096  # tokens, to bound the copies of a batch
 
 
-class CountedModel(NamedTuple):
-    """The counted model: fingerprints of its folder, and sizes."""
-
-    checkpoint: bytes
-    tokenizer: bytes
-    moe_layers: Sequence[int]
-    num_experts: int
-    top_k: int
-    vocab_size: int
-
-
 class RoutingCounter:
     """Counts in bounded memory (`CountLimits`). Single-threaded."""
 
-    def __init__(self, model: CountedModel, limits: CountLimits = COUNT_LIMITS) -> None:
-        self._model = model
-        self._loads = {layer: np.zeros(model.num_experts, np.int64) for layer in model.moe_layers}
-        self._pairs = {layer: BoundedCounts(limits.pairs) for layer in model.moe_layers}
-        self._paths = PathSample(limits.paths, len(model.moe_layers), model.top_k, seed=0)
+    def __init__(self, folder: Path, spec: ModelSpec, limits: CountLimits = COUNT_LIMITS) -> None:
+        """Set up a counter of the model in `folder`. Raises CheckpointError."""
+        self._spec = spec
+        self._digests = checkpoint_digest(folder), tokenizer_digest(folder)
+        self._loads = {layer: np.zeros(spec.num_experts, np.int64) for layer in spec.moe_layers}
+        self._pairs = {layer: BoundedCounts(limits.pairs) for layer in spec.moe_layers}
+        self._paths = PathSample(limits.paths, len(spec.moe_layers), spec.top_k, seed=0)
         self.tokens = 0
 
     def add(self, ids_T2: NDArray[Any], paths_TLK: NDArray[Any]) -> None:
         """Count tokens [id, previous id or -1] with their paths, which the caller has checked."""
-        E = self._model.num_experts
+        E = self._spec.num_experts
         for start in range(0, len(ids_T2), _AT_ONCE):
             ids, paths = ids_T2[start : start + _AT_ONCE], paths_TLK[start : start + _AT_ONCE]
             ids_T = ids[:, 0].astype(np.int64)
-            for position, layer in enumerate(self._model.moe_layers):
+            for position, layer in enumerate(self._spec.moe_layers):
                 experts_TK = paths[:, position].astype(np.int64)
                 self._loads[layer] += np.bincount(experts_TK.ravel(), minlength=E)
                 self._pairs[layer].add((ids_T[:, None] * E + experts_TK).ravel())
@@ -387,11 +378,8 @@ class RoutingCounter:
 
     def counts(self) -> RoutingCounts:
         """Return the current counts as new arrays."""
-        model = self._model
         layers = {
             layer: LayerCounts(load_E.copy(), self._pairs[layer].counted())
             for layer, load_E in self._loads.items()
         }
-        return RoutingCounts(
-            model.checkpoint, model.tokenizer, self.tokens, layers, self._paths.sample()
-        )
+        return RoutingCounts(*self._digests, self.tokens, layers, self._paths.sample())
