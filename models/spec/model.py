@@ -210,7 +210,6 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     rope, rope_dim, window_layers = _ropes(config, family, latent, head_dim, num_kv_heads)
     expert_ffn_size = config.positive_int(family.expert_ffn_key)
     shared, shared_ffn_size = _shared_experts(config, family, expert_ffn_size)
-    factors = _factors(config, family, head_dim)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
@@ -225,14 +224,12 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         moe_layers=moe_layers,
         routing=read_routing(config, family, num_experts),
         rope=rope,
-        rms_norm_eps=factors.eps,
         vocab_size=config.positive_int("vocab_size"),
         max_context_tokens=_context_tokens(config, rope),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=family.default_tied),
         attention_bias=_switch(config, family.bias_key, family.default_attention_bias),
         qk_norm=_qk_norm(config, family),
         rope_dim=rope_dim,
-        softmax_scale=factors.softmax * (1.0 if latent is None else rope.softmax_factor),
         sliding_windows=windows,
         dtype=_stored_dtype(config),
         eos_token_ids=eos_token_ids,
@@ -245,13 +242,12 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         indexer=read_indexer(config, family, num_layers) if family.indexer else None,
         unrotated=read_unrotated(config, family, windows),
         clip_qkv=_clip(config, family),
-        embedding_scale=factors.embedding,
-        logits_scale=factors.logits,
         head_bias=_switch(config, family.head_bias_key, default=False),
         query_tuning=_query_tuning(config) if family.windows == "chunks" else None,
         window_layers=window_layers,
         value_dim=_value_dim(config, family, head_dim),
         value_scale=_value_scale(config, family),
+        **_factors(config, family, head_dim, rope.softmax_factor if latent else 1.0),
     )
     _check_consistency(config, spec)
     return spec
@@ -369,14 +365,9 @@ def _shared_experts(config: ConfigFields, family: Family, expert_ffn_size: int) 
     return count, count * expert_ffn_size
 
 
-class _Factors(msgspec.Struct, frozen=True):
-    eps: float
-    softmax: float
-    embedding: float = 1.0
-    logits: float = 1.0
-
-
-def _factors(config: ConfigFields, family: Family, head_dim: int) -> _Factors:
+def _factors(
+    config: ConfigFields, family: Family, head_dim: int, rope_factor: float
+) -> dict[str, float]:
     """Return the epsilon of norms and the factors of embeddings, softmax and logits.
 
     Granite multiplies what is added to the residual by m. A residual of 1/m of the size, with
@@ -387,14 +378,15 @@ def _factors(config: ConfigFields, family: Family, head_dim: int) -> _Factors:
         scale = 1.0
         if _switch(config, family.embedding_switch_key, default=False):
             scale = config.positive_int("hidden_size") ** 0.5
-        return _Factors(eps, head_dim**-0.5, scale)
+        softmax = head_dim**-0.5 * rope_factor
+        return {"rms_norm_eps": eps, "softmax_scale": softmax, "embedding_scale": scale}
     multiplier = config.number("residual_multiplier", default=1.0)
-    return _Factors(
-        eps=eps / multiplier**2,
-        softmax=config.number("attention_multiplier", default=1.0),
-        embedding=config.number("embedding_multiplier", default=1.0) / multiplier,
-        logits=1.0 / config.number("logits_scaling", default=1.0),
-    )
+    return {
+        "rms_norm_eps": eps / multiplier**2,
+        "softmax_scale": config.number("attention_multiplier", default=1.0),
+        "embedding_scale": config.number("embedding_multiplier", default=1.0) / multiplier,
+        "logits_scale": 1.0 / config.number("logits_scaling", default=1.0),
+    }
 
 
 def _clamp(config: ConfigFields) -> ClampSpec:
