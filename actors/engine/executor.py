@@ -37,7 +37,7 @@ from models.decoder.batch import AttentionBatch
 from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import CallOwner
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.scheduling.batching import LiveBatch
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
 from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan

@@ -41,8 +41,7 @@ from contracts.requests import Priority
 from kernels.device import runs_on_device
 from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_half import ExpertHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import ExpertHalf, RoutedTokens
 from planner.placement.slots import ExpertPlacement
 
 PEER_TIMEOUT_S = 60.0  # for a live peer, which may attend to a long batch

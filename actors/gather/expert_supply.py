@@ -25,10 +25,9 @@ from contracts.ranks import Group, RankSpec, rank_name
 from contracts.traces import Stage, TaskSpan
 from models.decoder.decoder import AttentionHalf
 from models.decoder.divided_heads import check_divisible, divided_half, head_share
-from models.experts.copying_store import CopyingStore, ExpertStore, split_layers
+from models.experts.copying_store import CopyingStore, ExpertSource
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertSource, ResidentStore
 from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
@@ -71,7 +70,10 @@ def expert_supply(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "resident":
-        store: ExpertStore = ResidentStore(_load(spec, layout, range(model.num_experts)))
+        experts = _load(spec, layout, range(model.num_experts)).layers()
+        store = CopyingStore(
+            None, experts, layout, deadline_s=spec.config.channel.connect_timeout_s
+        )
         return _stored(spec, store, timeline)
     if kind == "all_to_all":
         return _lockstep(spec, layout, timeline, telemetry)
@@ -122,7 +124,7 @@ def device_supply(
     )
 
 
-def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSupply:
+def _stored(spec: RankSpec, store: CopyingStore, timeline: Timeline) -> ExpertSupply:
     return ExpertSupply(
         lambda half: StoredBackend(spec.name, half, store, timeline, monotonic_s), store.close
     )
@@ -130,7 +132,7 @@ def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSup
 
 def _gathered(
     spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: PartSource | None
-) -> tuple[ExpertStore, ExpertSupply]:
+) -> tuple[CopyingStore, ExpertSupply]:
     """Gathered and hybrid mode.
 
     host: fills a window of the shard, and replaces lost peers. None: the whole shard is read now,
@@ -138,7 +140,7 @@ def _gathered(
     """
     model = layout.spec
     check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
-    _, layers = split_layers(model, spec.config.prefill.resident_layers)
+    layers = model.moe_layers[spec.config.prefill.resident_layers :]
     part = own_part(spec, layout)
     shard: Shard
     if host is None:
@@ -263,7 +265,7 @@ def copying_store(
     spec: RankSpec, layout: ExpertLayout, source: ExpertSource, stage: Stage, timeline: Timeline
 ) -> CopyingStore:
     """Keep the first `prefill.resident_layers` layers; copy the others from `source`."""
-    resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
+    resident = layout.spec.moe_layers[: spec.config.prefill.resident_layers]
     half = _load(spec, layout, range(layout.spec.num_experts), resident)
     resource = f"experts>{spec.name}"
     return CopyingStore(

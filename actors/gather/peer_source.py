@@ -47,8 +47,7 @@ from contracts.errors import (
 )
 from contracts.logs import event
 from contracts.ranks import Group, RankSpec, rank_name
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from planner.placement.slots import expert_ranges
 
 REDIAL_S = 5.0

@@ -39,7 +39,7 @@ from contracts.logs import event
 from kernels.steps import Steps
 from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.copying_store import ExpertStore
+from models.experts.copying_store import CopyingStore
 from planner.arrays import Floats
 from planner.costs.exchange_volume import ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
@@ -98,7 +98,7 @@ class ShuffledBackend(StoredBackend):
         self,
         name: str,
         half: AttentionHalf,
-        store: ExpertStore,
+        store: CopyingStore,
         timeline: Timeline,
         clock: Clock,
         group: GroupParts,

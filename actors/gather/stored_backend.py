@@ -21,9 +21,8 @@ from kernels.steps import Steps, add_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import LayerDecoder, ResidentLayerDecoder
-from models.experts.copying_store import ExpertStore
-from models.experts.expert_half import add_expert_sums
-from models.experts.router import RoutedTokens
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_half import RoutedTokens, add_expert_sums
 
 _LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken
 
@@ -34,7 +33,7 @@ class StoredPending:
 
     key: TaskKey
     routed: RoutedTokens
-    store: ExpertStore
+    store: CopyingStore
 
     @property
     def is_complete(self) -> bool:
@@ -45,7 +44,7 @@ class StoredBackend(ExpertBackend[StoredPending]):
     """Expert backend over a store. A failing store ends the worker. name: for spans."""
 
     def __init__(
-        self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
+        self, name: str, half: AttentionHalf, store: CopyingStore, timeline: Timeline, clock: Clock
     ) -> None:
         self._name = name
         self._half = half

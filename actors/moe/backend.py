@@ -22,7 +22,7 @@ from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.layer_decoder import LayerDecoder
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.placement.slots import ExpertPlacement
 
 

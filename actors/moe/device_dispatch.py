@@ -25,7 +25,7 @@ from kernels.device_dispatch import DevicePlan, PlacementTables, plan_on_device
 from kernels.fused_ops import add_rows, pack_rows
 from kernels.steps import Steps
 from models.experts.device_lanes import Arrival, device_lane
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.placement.slots import LayerSlots
 
 PACKET_PARTS: Final = 3

@@ -21,7 +21,7 @@ from actors.moe.rank_experts import CachedComputation, CachedExperts, DevicePair
 from models.experts.device_lanes import Arrival
 from models.experts.device_sum import PacketSum
 from models.experts.device_tier import DeviceCache
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 
 
 class DeviceCachedExperts(CachedExperts):

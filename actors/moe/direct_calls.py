@@ -44,8 +44,7 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder, most_rows
-from models.experts.expert_half import ExpertHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import ExpertHalf, RoutedTokens
 from models.spec.model import ModelSpec
 from planner.placement.replicas import FewestRanksChooser, RoundRobinChooser
 from planner.placement.slots import LayerSlots

@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.moe.backend import TaskKey
 from models.experts.cache_requests import PredictedExpert
 from models.experts.device_lanes import Arrival
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor, PredictedRouting
 
 MicroBatchId = tuple[int, int]
@@ -58,7 +58,7 @@ class ExpertPrefetcher:
             return routed
         known = [each for each in self._predicted.pop(key.owner, ()) if each.layer == key.layer]
         for predicted in known:
-            predicted.update(routed.topk_ids_TK)
+            self._predictor.update(predicted, routed.topk_ids_TK)
         is_speculated = key.decodes and self._predictor.is_speculated(key.layer)
         if is_speculated and known and known[0].routed is not None:
             return self._predictor.speculate(known[0], routed)
@@ -97,9 +97,9 @@ class ExpertPrefetcher:
             self._forget(owner)
 
     def _pass_on(self, key: TaskKey, predicted: PredictedRouting | None) -> None:
-        if predicted is None:
+        if predicted is None or self._predictor is None:
             return
         self._predicted.setdefault(key.owner, []).append(predicted)
         if len(self._predicted) > _MAX_PREDICTED:  # batches dropped during attention
             self.drop(next(iter(self._predicted)))
-        self._hint(key, predicted.layer, predicted.predicted_experts)
+        self._hint(key, predicted.layer, self._predictor.experts(predicted))

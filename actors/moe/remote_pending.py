@@ -19,7 +19,7 @@ from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
 from actors.moe.routing_sample import RoutingSample
 from contracts.clock import Clock
 from kernels.device import runs_on_device
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.placement.slots import LayerSlots
 
 Reply = tuple[int, int]  # token group, expert rank

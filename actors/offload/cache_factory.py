@@ -24,9 +24,8 @@ from models.experts.host_experts import open_expert_memory
 from models.prediction.expert_predictor import ExpertPredictor, Speculation
 from models.prediction.profile_file import has_predictor
 from models.prediction.routing_profile import RoutingProfile
-from models.spec.checkpoint_files import ROUTING
+from models.spec.checkpoint_files import ROUTING, SafetensorsFile
 from models.spec.model import ModelSpec
-from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
 

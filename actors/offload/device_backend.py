@@ -37,8 +37,8 @@ from models.experts.device_lanes import Arrival
 from models.experts.device_sum import DeviceSum, device_sum
 from models.experts.device_tier import DeviceCache
 from models.experts.expert_cache import ExpertCache
+from models.experts.expert_half import RoutedTokens
 from models.experts.expert_loading import clamped_gate
-from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor, subsample
 
 _WAIT_S = 0.05  # in a task that continues before any expert or slot is there

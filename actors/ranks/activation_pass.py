@@ -19,9 +19,9 @@ from kernels.steps import add_tiled, run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import RoutedTokens
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
-from models.experts.router import RoutedTokens
 from planner.routing.saturation import reference_prompts
 
 ExpertSums = Callable[[RoutedTokens], Tensor]

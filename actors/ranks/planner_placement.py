@@ -34,11 +34,9 @@ from contracts.planner_messages import (
     RoutingSampleReport,
 )
 from contracts.ranks import Group, RankSpec, rank_names
-from models.prediction.profile_file import checkpoint_digest
-from models.prediction.routing_counts import CountedModel, RoutingCounter
+from models.prediction.routing_counts import RoutingCounter
 from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
-from models.text.tokenizer_files import tokenizer_digest
 from planner.costs.model_shape import ModelShape
 from planner.costs.routing_shape import Spread
 from planner.online.planner import OnlinePlanner
@@ -264,17 +262,7 @@ class RoutingRecord:
         self._written_s, self._written_tokens = monotonic_s(), 0
         self._counter: RoutingCounter | None = None
         if self._path is not None:
-            model_folder = Path(spec.model_folder)
-            self._counter = RoutingCounter(
-                CountedModel(
-                    checkpoint_digest(model_folder),
-                    tokenizer_digest(model_folder),
-                    model.moe_layers,
-                    model.num_experts,
-                    model.top_k,
-                    model.vocab_size,
-                )
-            )
+            self._counter = RoutingCounter(Path(spec.model_folder), model)
 
     def add(self, ids_P2: NDArray[Any], paths_PLK: NDArray[Any]) -> None:
         """Add checked arrays, which must not change any more."""

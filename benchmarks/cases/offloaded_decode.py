@@ -44,10 +44,9 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
-from models.experts.expert_half import ExpertHalf, expert_sum_steps
+from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
-from models.experts.router import RoutedTokens
-from models.prediction.expert_predictor import ExpertPredictor, Ids, Precision, PredictedRouting
+from models.prediction.expert_predictor import ExpertPredictor, Ids, PredictedRouting
 from models.prediction.routing_profile import RoutingProfile
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
@@ -64,15 +63,6 @@ ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
 STORED = ", stored"
 
 
-class Certain(Precision):
-    """The confidence of a prediction is the measured precision of its layer."""
-
-    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
-        experts = {expert for ids in predicted_routing for expert in ids}
-        confidence = statistics.mean(self.by_layer[layer])
-        return [PredictedExpert(expert, confidence) for expert in sorted(experts)]
-
-
 class Oracle(ExpertPredictor):
     """Predicts the experts of a text, `requested` by (token, layer). wrong: predicts others."""
 
@@ -81,9 +71,13 @@ class Oracle(ExpertPredictor):
     ) -> None:
         super().__init__(half, None)
         self.requested, self._wrong = requested, wrong
-        layers, even = half.spec.moe_layers, [0.5] * half.spec.top_k
-        self.first = self.before = Certain({layer: list(even) for layer in layers})
         self.step = 0
+
+    def experts(self, predicted: PredictedRouting) -> list[PredictedExpert]:
+        """Return experts whose confidence is the measured precision of the layer."""
+        confidence = statistics.mean(self.precision[predicted.layer])
+        found = {expert for ids in predicted.ids for expert in ids}
+        return [PredictedExpert(expert, confidence) for expert in sorted(found)]
 
     def predict_first(self, token_ids_T: Tensor) -> PredictedRouting:
         return self._predicted(self._half.spec.moe_layers[0])
@@ -99,7 +93,7 @@ class Oracle(ExpertPredictor):
         if self._wrong:
             experts = self._half.spec.num_experts
             ids = [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
-        return PredictedRouting(layer, ids, self.before)
+        return PredictedRouting(layer, ids)
 
 
 class Model:

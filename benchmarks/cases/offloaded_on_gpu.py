@@ -172,7 +172,7 @@ class Bench:
         """With the logits of the last token."""
         traffic, lane = variant.held.cache.traffic, self.lane
         if variant.predictor is not None:
-            precision = variant.predictor.precision
+            precision = variant.predictor.imposed
             variant.predictor.ids_SLK = routing.predicted_routing(precision, self.device)
         missing: list[list[int]] = [[] for _ in self.spec.moe_layers]
         self.batches += 1

@@ -29,8 +29,7 @@ from benchmarks.support.shared_workers import BLOCK_TOKENS, LimitedLink, SharedW
 from contracts.placement import Placement
 from kernels.steps import run_to_end
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from models.experts.expert_half import expert_sum_steps
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens, expert_sum_steps
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer

@@ -44,8 +44,7 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
-from models.experts.copying_store import CopyingStore, ExpertStore
-from models.experts.expert_store import ResidentStore
+from models.experts.copying_store import CopyingStore
 from planner.routing.open_requests import flops_work
 from planner.routing.saturation import SaturationConfig, threshold
 
@@ -71,7 +70,7 @@ class Worker:
     """A prefill executor over one store. Pools and attention weights may be shared: workers take
     turns."""
 
-    def __init__(self, name: str, model: RandomModel, kv: KvPool, store: ExpertStore) -> None:
+    def __init__(self, name: str, model: RandomModel, kv: KvPool, store: CopyingStore) -> None:
         self._vocab = model.layout.spec.vocab_size
         longest = model.layout.spec.max_context_tokens
         self._finisher = Finisher(model.attention, max_context_tokens=longest)
@@ -137,8 +136,11 @@ class Bench:
             self.model.layout,
             deadline_s=DEADLINE_S,
         )
+        resident = CopyingStore(
+            None, self.model.experts.layers(), self.model.layout, deadline_s=DEADLINE_S
+        )
         self.workers = {
-            "resident": Worker("resident", self.model, kv, ResidentStore(self.model.experts)),
+            "resident": Worker("resident", self.model, kv, resident),
             "streamed": Worker("streamed", self.model, kv, self.copying),
         }
         self.layer_bytes = self.model.layout.num_bytes(self.spec.num_experts)

@@ -9,8 +9,7 @@ import torch
 from benchmarks.support.random_in_memory import SHAPES
 from kernels.device import wait_for_device
 from models.experts.device_lanes import DeviceLane
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.host_experts import ExpertMemory, HostSource
 
 _COPIES = 4

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.routing import RoutingRule
 from models.decoder.decoder import AttentionHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor
 from models.spec.model import ModelSpec
 
@@ -55,9 +55,8 @@ class ImposedPredictor(ExpertPredictor):
 
     def __init__(self, half: AttentionHalf, precision: float) -> None:
         super().__init__(half, None, "router")
-        self.precision = precision
-        even = [precision] * half.spec.top_k
-        self.before.by_layer.update({layer: list(even) for layer in self.before.by_layer})
+        self.imposed = precision
+        self.precision = {layer: [precision] * half.spec.top_k for layer in self.precision}
         self._at = {layer: n for n, layer in enumerate(half.spec.moe_layers)}
         self.step, self.ids_SLK = 0, torch.empty(0)
 

@@ -23,8 +23,7 @@ from contracts.config import ChannelConfig
 from contracts.placement import Placement
 from kernels.steps import run_to_end
 from models.decoder.divided_heads import divided_half, head_share
-from models.experts.expert_half import ExpertHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import ExpertHalf, RoutedTokens
 from models.weights.checkpoint import Checkpoint
 from tests.support.local_model import LocalModel
 

@@ -122,7 +122,7 @@ class GrammarCompiler:
         """Return the process. Starts it if there is none."""
         if self._process is None or self._process.poll() is not None:
             self._process = process = subprocess.Popen(
-                module_command("models.text.grammar_process"),
+                module_command("models.text.grammar"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ from kernels.linear import PackedLinear
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.spec.layer_spec import LatentSpec, RopeSpec
 from models.spec.model import ModelSpec, kv_elements, kv_entry_shapes
 from models.spec.recurrent import RecurrentSpec

@@ -32,7 +32,7 @@ from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, AttentionMetadata
 from models.decoder.decoder import AttentionHalf, AttentionOutput
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 
 log = logging.getLogger(f"tandem.{__name__}")
 

@@ -43,7 +43,7 @@ from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
 from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
-from models.experts.router import ExpertRouter, RoutedTokens
+from models.experts.expert_half import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 from models.weights import layout

@@ -22,8 +22,8 @@ from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import RoutedTokens
 from models.experts.expert_loading import ExpertLayer
-from models.experts.router import RoutedTokens
 from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 

@@ -1,4 +1,7 @@
-"""A store that copies experts into one of two buffers while the other one is computed with.
+"""Experts of a prefill worker's current layer (MoE-Prefill, AsyncEP).
+
+Some layers, at least the first with experts, are resident, so that a pass starts at once. The
+others are copied into one of two buffers while the other one is computed with:
 
     layers 0 (resident) 1 2 3          one pass after another
     fetched      0     1     2     3     0     1
@@ -16,22 +19,30 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TandemError
 from models.experts.device_lanes import Mark, device_lane
-from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_store import ExpertBuffer, ExpertSource, ResidentStore
-from models.spec.model import ModelSpec
 
 _CLOSE_S = 5.0
 Observe = Callable[[int, float, float], None]
 """(layer, start_s, end_s) of a copy, on the clock."""
+
+
+class ExpertSource(Protocol):
+    """Source of a copying store. Used by the store's thread only."""
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        """Fill `into` with all experts of `layer`. Raises as `CopyingStore.fetch`."""
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,24 +55,26 @@ class _Lease:
 
 
 class CopyingStore:
-    """Experts of a layer, for one thread. Weights, and so bits, are those of a ResidentStore.
+    """Experts of a layer, for one thread. Bits do not depend on which layers are resident.
 
     After an error, which `fetch` raises for that layer, the layer is tried again. is_streamed:
     layers are copied in and out.
     """
 
-    is_streamed = True
-
     def __init__(
         self,
-        source: ExpertSource,
+        source: ExpertSource | None,
         resident: Mapping[int, ExpertLayer],
         layout: ExpertLayout,
         *,
         deadline_s: float,
         observe: Observe | None = None,
     ) -> None:
-        """resident: layers that are not copied. observe: called with copies, by either thread."""
+        """Set up a store. source: None if all layers are resident, that is, not copied.
+
+        observe: called with copies, by either thread.
+        """
+        self.is_streamed = source is not None
         self._host_waited_s = 0.0
         self._source, self._resident = source, resident
         self._deadline_s = deadline_s
@@ -149,12 +162,12 @@ class CopyingStore:
                 return
             self._closing = True
             self._changed.notify_all()
-        if not self._queues:
+        if self._source is not None and not self._queues:
             self._source.close()  # ends a copy that waits for a peer
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
         self._lane.drain()
-        if self._queues:
+        if self._source is not None and self._queues:
             self._source.close()
 
     def _release_held(self) -> None:
@@ -254,6 +267,7 @@ class CopyingStore:
 
     def _copy(self, layer: int, lease: _Lease) -> BaseException | None:
         """Copy a layer; return the error, which `fetch` raises."""
+        assert self._source is not None
         try:
             copies = partial(self._source.copy, layer, lease.buffer)
             observe = None if self._observe is None else partial(self._observe, layer)
@@ -261,11 +275,3 @@ class CopyingStore:
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
         return None
-
-
-ExpertStore = CopyingStore | ResidentStore
-
-
-def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Split layers with experts into (the first `resident_layers`, the copied ones)."""
-    return spec.moe_layers[:resident_layers], spec.moe_layers[resident_layers:]

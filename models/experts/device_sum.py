@@ -22,7 +22,7 @@ from kernels.gpu_experts import Pairs, slot_experts, supports_slots
 from models.experts.cache_requests import AcquiredExpert, ExpertRequest
 from models.experts.device_tier import DeviceCache
 from models.experts.expert_cache import ExpertCache
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 
 
 def device_sum(routed: RoutedTokens, layer: int, held: DeviceCache) -> DeviceSum:

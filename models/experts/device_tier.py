@@ -11,6 +11,7 @@ copies cannot be cancelled. A slot is overwritten only after queued compute that
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections import deque
@@ -41,10 +42,13 @@ class _RowRange(NamedTuple):
     last: int
 
 
-class _PartRequest(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _PartRequest:
     key: ExpertKey
     part: int
     urgency: int
+    is_skipped: bool = False
+    is_issued: bool = False
 
 
 class _SlotContent(NamedTuple):
@@ -79,8 +83,6 @@ class DeviceTier:
         self.parts = len(self._ranges)
         self._device = layout.device
         self._requests: dict[int, _PartRequest] = {}
-        self._skipped: set[int] = set()
-        self._issued: set[int] = set()
         self._numbers = 0
         self._hints: list[Mark] = []  # of parts that may be in flight
         self._woken = threading.Event()
@@ -109,48 +111,44 @@ class DeviceTier:
 
     def expedite(self, ticket: int, urgency: int) -> None:
         request = self._requests[ticket]
-        self._requests[ticket] = request._replace(urgency=min(request.urgency, urgency))
+        request.urgency = min(request.urgency, urgency)
 
     def cancel(self, ticket: int) -> None:
-        self._skipped.add(ticket)
+        self._requests[ticket].is_skipped = True
 
     def poll_completed(self) -> Iterable[CompletedRead]:
         """Return the reads to queue now, the most urgent first; `copy` queues them."""
-        waiting = [ticket for ticket in self._requests if ticket not in self._issued]
+        waiting = [item for item in self._requests.items() if not item[1].is_issued]
         if not waiting:
             return ()
         self._hints = [mark for mark in self._hints if not self._lane.has_passed(mark)]
         room, part_s, found = MAX_HINTS_IN_FLIGHT - len(self._hints), self._part_s, []
-        for ticket in sorted(waiting, key=lambda each: (self._requests[each].urgency, each)):
-            if ticket in self._skipped:
-                found.append(CompletedRead(ticket, 0.0))
-            elif self._requests[ticket].urgency < HINT_URGENCY:
-                found.append(CompletedRead(ticket, part_s))
-            elif room > 0:
+        for ticket, request in sorted(waiting, key=lambda item: (item[1].urgency, item[0])):
+            if not request.is_skipped and request.urgency >= HINT_URGENCY:
+                if room <= 0:
+                    continue
                 room -= 1
-                found.append(CompletedRead(ticket, part_s))
-        self._issued.update(each.ticket for each in found)
+            request.is_issued = True
+            found.append(CompletedRead(ticket, 0.0 if request.is_skipped else part_s))
         return found
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         slot, pieces = into  # a DeviceSlot
-        key, part, urgency = self._requests[ticket]
-        stored, ranges = self._experts.expert(*key), self._ranges[part]
+        request = self._requests[ticket]
+        stored, ranges = self._experts.expert(*request.key), self._ranges[request.part]
         mark = self._lane.copy(
             [stored[piece][:, first:last] for piece, first, last in ranges],
             [pieces[piece][:, first:last] for piece, first, last in ranges],
             self._evict(slot),  # with the first part, which the others follow
         )
-        if urgency >= HINT_URGENCY:
+        if request.urgency >= HINT_URGENCY:
             self._hints.append(mark)
-        if part == self.parts - 1:
-            content = self._contents[slot] = _SlotContent(key, slot, mark)
+        if request.part == self.parts - 1:
+            content = self._contents[slot] = _SlotContent(request.key, slot, mark)
             self._in_flight.append(content)
 
     def free(self, ticket: int) -> None:
         del self._requests[ticket]
-        self._issued.discard(ticket)
-        self._skipped.discard(ticket)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for `wake`; with pending hints only briefly, because a device does not notify."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from contracts.errors import CheckpointError
 from kernels.linear import PackedLinear, Product, has_panels
 from kernels.stored import StoredWeight, layout_of
-from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import StoredLayer, stored_biases, stored_weights
-from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import CheckpointParts
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.linear import PackedLinear, is_packed
-from models.experts.expert_loading import expert_shapes
+from kernels.linear import ExpertLinears, PackedLinear, is_packed, plain_linears
+from models.experts.expert_loading import ExpertLayer, clamped_gate, expert_shapes
 from models.spec.model import ModelSpec
 
 _MATRICES = 2  # gate_up and down; the biases are never packed
@@ -94,3 +94,43 @@ def expert_pieces(pieces: Sequence[Tensor], expert: int, experts: int) -> list[T
     """Return one expert's pieces of the packed pieces of `experts`."""
     matrices, biases = pieces[: _MATRICES * experts], pieces[_MATRICES * experts :]
     return [*matrices[expert::experts], *(bias[expert : expert + 1] for bias in biases)]
+
+
+class ExpertBuffer:
+    """Memory for all experts of one layer, or for some of any layers; `layer` computes with it."""
+
+    def __init__(self, layout: ExpertLayout, experts: int | None = None) -> None:
+        """experts: None: all experts of a layer."""
+        self._layout, self._experts = layout, experts or layout.spec.num_experts
+        self._tensors: list[Tensor | Sequence[Tensor]]
+        gate_up, down = self._packed() if layout.packed else self._plain()
+        self.layer = ExpertLayer(gate_up, down, clamped_gate(layout.spec))
+
+    def _packed(self) -> list[ExpertLinears]:
+        """Make gate_up and down in memory of the packed layout."""
+        biases = self._layout.empty_biases(self._experts)
+        of_experts: Sequence[Sequence[Tensor | None]] = [list(bias_EN) for bias_EN in biases]
+        both = [
+            [self._layout.new_linear(matrix, bias_N) for bias_N in bias_EN]
+            for matrix, bias_EN in enumerate(of_experts or [[None] * self._experts] * 2)
+        ]
+        self._tensors = [*([product.memory for product in each] for each in both), *biases]
+        return [ExpertLinears(each, None) for each in both]
+
+    def _plain(self) -> list[ExpertLinears]:
+        gate_up, down, *biases = self._layout.empty(self._experts)
+        self._tensors = [gate_up, down, *biases]
+        gate_up_bias, down_bias = biases or (None, None)
+        return [plain_linears(gate_up, gate_up_bias), plain_linears(down, down_bias)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layout.num_bytes(self._experts)
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        return self.part(0, self._experts)
+
+    def part(self, first: int, last: int) -> list[Tensor]:
+        """Return views of the pieces of experts [first, last)."""
+        return self._layout.pieces(self._tensors, first, last)

@@ -5,7 +5,7 @@ converted file that is written once:
 
     layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …
 
-`open_shared_file` returns a file with a shared lock, which its mapping keeps until the memory is
+`open_host_file` returns a file with a shared lock, which its mapping keeps until the memory is
 freed or the process ends. An unlocked file belonged to ended servers, and is deleted when another
 file is written.
 
@@ -37,9 +37,8 @@ from torch import Tensor
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
-from models.experts.expert_layout import ExpertLayout, expert_pieces
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout, expert_pieces
 from models.experts.expert_loading import copy_experts, is_transposed
-from models.experts.expert_store import ExpertBuffer
 from models.spec.checkpoint_files import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_weight_specs
 from models.weights.loading import Loader
@@ -49,28 +48,44 @@ _WHOLE, _LOCK, _PARTIAL = ".bin", ".lock", ".partial"
 _PRIVATE = 0o700
 
 
-def open_shared_file(
-    parent: Path, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
+def open_host_file(
+    store: Path | None, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
 ) -> IO[bytes]:
-    """Open the file NAME of `size` bytes for reading and writing.
+    """Open the file NAME of `size` bytes in `store` (None: temporary) for reading and writing.
 
     The first process creates it with `write(path)`, others wait up to deadline_s. Map it and close
-    it, or keep it open: the lock ends with the last of both. Raises OSError; ResourceError if
-    others can write to the folder.
+    it, or keep it open: the lock ends with the last of both. Raises ResourceError without room, or
+    if others can write to the folder.
     """
-    folder = _private_folder(parent)
-    with _locked(folder / f"{name}{_LOCK}", deadline_s):
-        path = folder / f"{name}{_WHOLE}"
-        if not path.is_file() or path.stat().st_size != size:
-            path.unlink(missing_ok=True)
-            _remove_unused(folder)
-            partial = path.with_suffix(_PARTIAL)
-            partial.unlink(missing_ok=True)
-            write(partial)
-            partial.rename(path)
-        file = open(path, "r+b", opener=_open_no_link)  # noqa: SIM115  (an opener; it is returned)
-        fcntl.flock(file, fcntl.LOCK_SH)  # exclusive locks are held only under NAME.lock
-        return file
+    parent = store or Path(tempfile.gettempdir())
+    try:
+        folder = _private_folder(parent)
+        with _locked(folder / f"{name}{_LOCK}", deadline_s):
+            path = folder / f"{name}{_WHOLE}"
+            if not path.is_file() or path.stat().st_size != size:
+                path.unlink(missing_ok=True)
+                _remove_unused(folder)
+                partial_file = path.with_suffix(_PARTIAL)
+                partial_file.unlink(missing_ok=True)
+                _check_room(folder, size)
+                write(partial_file)
+                partial_file.rename(path)
+            file = open(path, "r+b", opener=_open_no_link)  # noqa: SIM115  (an opener; returned)
+            fcntl.flock(file, fcntl.LOCK_SH)  # exclusive locks are held only under NAME.lock
+            return file
+    except OSError as error:
+        raise ResourceError(
+            f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
+        ) from None
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = free_bytes(folder)
+    if free < size:
+        raise ResourceError(
+            f"{folder}: {size} bytes are needed for the experts, {free} are free; set "
+            "prefill.host_store to another folder"
+        )
 
 
 def _open_no_link(path: str, flags: int) -> int:
@@ -99,19 +114,11 @@ def _private_folder(parent: Path) -> Path:
 def _remove_unused(folder: Path) -> None:
     """Delete files that no process has mapped or is writing."""
     for path in [*folder.glob(f"*{_WHOLE}"), *folder.glob(f"*{_PARTIAL}")]:
-        with _try_locked(path.with_suffix(_LOCK)) as free:
-            if free and _try_lock_file(path):
+        lock = path.with_suffix(_LOCK)
+        with _try_locked(lock) as free, suppress(FileNotFoundError), path.open("rb") as file:
+            if free and _try_lock(file):
                 path.unlink(missing_ok=True)
-                path.with_suffix(_LOCK).unlink(missing_ok=True)
-
-
-def _try_lock_file(path: Path) -> bool:
-    """Return whether the file was not locked."""
-    try:
-        with path.open("rb") as file:
-            return _try_lock(file)
-    except FileNotFoundError:
-        return False
+                lock.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -228,7 +235,10 @@ def open_expert_memory(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> ExpertMemory:
     """Map the shared file of all experts (pinned for a GPU) as `open_host_source`."""
-    with _open_file(Checkpoint(folder), layout, store, deadline_s) as file:
+    name = f"experts-{fingerprint(folder, str(layout.dtype), layout.digest)}"
+    size = len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
+    write = partial(_write, Checkpoint(folder), layout, size)
+    with open_host_file(store, name, size, write, deadline_s=deadline_s) as file:
         memory = _mapped(file, layout)
     pinned = [memory] if layout.device.type == "cuda" else []
     return ExpertMemory(_layers(memory, layout), layout, pinned)
@@ -305,38 +315,6 @@ def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool
         for weight_specs in expert_weight_specs(checkpoint, spec, layer, range(spec.num_experts))
         for weight_spec in weight_specs.values()
     )
-
-
-def _open_file(
-    checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
-) -> IO[bytes]:
-    name = f"experts-{fingerprint(checkpoint.folder, str(layout.dtype), layout.digest)}"
-    size = len(layout.spec.moe_layers) * layout.num_bytes(layout.spec.num_experts)
-    write = partial(_write, checkpoint, layout, size)
-    return open_host_file(store, name, size, write, deadline_s=deadline_s)
-
-
-def open_host_file(
-    store: Path | None, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
-) -> IO[bytes]:
-    """Open a shared file in `store` (None: temporary). Raises ResourceError, also without room."""
-    parent = store or Path(tempfile.gettempdir())
-
-    def write_if_it_fits(path: Path) -> None:
-        free = free_bytes(path.parent)
-        if free < size:
-            raise ResourceError(
-                f"{path.parent}: {size} bytes are needed for the experts, {free} are free; set "
-                "prefill.host_store to another folder"
-            )
-        write(path)
-
-    try:
-        return open_shared_file(parent, name, size, write_if_it_fits, deadline_s=deadline_s)
-    except OSError as error:
-        raise ResourceError(
-            f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
-        ) from None
 
 
 def _write(checkpoint: Checkpoint, layout: ExpertLayout, size: int, path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.routing_profile import (
     PREDICTOR_KINDS,
     TOKEN,
@@ -35,50 +35,12 @@ MIN_GAIN: Final = 0.02  # minimum advantage of a more expensive kind
 _NEWEST: Final = 0.02  # weight of a new measurement in a running mean
 
 
-class Precision:
-    """Precision of predictions by layer and rank: initially from a profile, then measured."""
-
-    def __init__(self, known: dict[int, list[float]]) -> None:
-        self.by_layer = known
-
-    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
-        """Return experts with the probability that some token needs them, the likeliest first."""
-        doubts: dict[int, float] = {}
-        for ids in predicted_routing:
-            for expert, precision in zip(ids, self.by_layer[layer], strict=True):
-                doubts[expert] = doubts.get(expert, 1.0) * (1.0 - precision)
-        return [
-            PredictedExpert(e, 1.0 - doubt)
-            for e, doubt in sorted(doubts.items(), key=itemgetter(1))
-        ]
-
-    def update(self, layer: int, predicted_routing: Ids, ids_TK: Tensor) -> None:
-        """Update from the layer's actual experts if all predicted rows were computed."""
-        actual: Ids = subsample(ids_TK).tolist()
-        if len(actual) != len(predicted_routing):
-            return
-        means = self.by_layer[layer]
-        for rank in range(len(means)):
-            right = sum(
-                guess[rank] in ids for guess, ids in zip(predicted_routing, actual, strict=True)
-            ) / len(actual)
-            means[rank] += _NEWEST * (right - means[rank])
-
-
 class PredictedRouting(NamedTuple):
     """Prediction for a layer. routed: full routing of all rows, if known."""
 
     layer: int
     ids: Ids
-    precision_of: Precision
     routed: RoutedTokens | None = None
-
-    @property
-    def predicted_experts(self) -> list[PredictedExpert]:
-        return self.precision_of.predicted_experts(self.layer, self.ids)
-
-    def update(self, ids_TK: Tensor) -> None:
-        self.precision_of.update(self.layer, self.ids, ids_TK)
 
 
 class DevicePrediction(NamedTuple):
@@ -119,10 +81,12 @@ class ExpertPredictor:
             following: kind or _best_kind(profile, following)
             for following in self._next_of.values()
         }
-        self.before = Precision({layer: self._known(layer, self._kind_of[layer])
-                                 for layer in self._kind_of})  # fmt: skip
         self._first = spec.moe_layers[0]
-        self.first = Precision({self._first: self._known(self._first, TOKEN)})
+        # By layer and rank: initially from the profile, then measured
+        self.precision = {
+            layer: self._known(layer, kind)
+            for layer, kind in {self._first: TOKEN, **self._kind_of}.items()
+        }
 
     def _known(self, layer: int, kind: str) -> list[float]:
         if self._profile is None:
@@ -135,7 +99,7 @@ class ExpertPredictor:
         if self._profile is None:
             return None
         ids: Ids = self._profile.tokens_VK[subsample(token_ids_T)].tolist()
-        return PredictedRouting(self._first, ids, self.first)
+        return PredictedRouting(self._first, ids)
 
     def predict(
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
@@ -164,9 +128,30 @@ class ExpertPredictor:
 
     def resolve(self, found: DevicePrediction, ids: Ids) -> PredictedRouting:
         """Return the prediction from `found` and its ids on the host."""
-        return PredictedRouting(
-            found.layer, ids, self.before, found.routed if found.is_whole else None
-        )
+        return PredictedRouting(found.layer, ids, found.routed if found.is_whole else None)
+
+    def experts(self, predicted: PredictedRouting) -> list[PredictedExpert]:
+        """Return experts with the probability that some token needs them, the likeliest first."""
+        doubts: dict[int, float] = {}
+        for ids in predicted.ids:
+            for expert, precision in zip(ids, self.precision[predicted.layer], strict=True):
+                doubts[expert] = doubts.get(expert, 1.0) * (1.0 - precision)
+        return [
+            PredictedExpert(e, 1.0 - doubt)
+            for e, doubt in sorted(doubts.items(), key=itemgetter(1))
+        ]
+
+    def update(self, predicted: PredictedRouting, ids_TK: Tensor) -> None:
+        """Measure the precision from the layer's actual experts, if all its rows were computed."""
+        actual: Ids = subsample(ids_TK).tolist()
+        if len(actual) != len(predicted.ids):
+            return
+        means = self.precision[predicted.layer]
+        for rank in range(len(means)):
+            right = sum(
+                guess[rank] in ids for guess, ids in zip(predicted.ids, actual, strict=True)
+            ) / len(actual)
+            means[rank] += _NEWEST * (right - means[rank])
 
     def is_speculated(self, layer: int) -> bool:
         """Return whether that layer runs predicted experts."""

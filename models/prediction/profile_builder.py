@@ -21,8 +21,8 @@ from kernels.routing import group_by_expert, local_index
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.experts.copying_store import ExpertStore
-from models.experts.router import RoutedTokens
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_half import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
     PREDICTOR_KINDS,
@@ -114,7 +114,7 @@ class ProfileBuilder:
     def __init__(
         self,
         half: AttentionHalf,
-        store: ExpertStore,
+        store: CopyingStore,
         rows: Rows,
         progress: Callable[[float], None] = lambda part: None,
         counter: RoutingCounter | None = None,
@@ -141,7 +141,8 @@ class ProfileBuilder:
     def _measure_means(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
         """Return mean outputs and frequencies by layer, and the first layer's experts by token.
 
-        The mean output of shared experts is spread over the outputs by their weights.
+        The mean output of shared experts is spread over the outputs by their weights. The counter
+        gets whole paths.
         """
         spec = self._half.spec
         E, D = spec.num_experts, spec.hidden_size
@@ -150,6 +151,7 @@ class ProfileBuilder:
         shared = {layer: torch.zeros(D, dtype=torch.float64) for layer in spec.moe_layers}
         weights = dict.fromkeys(spec.moe_layers, 1e-9)
         of_token_VE = torch.zeros(spec.vocab_size, E)
+        paths: list[NDArray[np.int64]] = []  # of the batch, by layer
 
         def visit(activations: LayerActivations) -> None:
             ids_TK = activations.routed.topk_ids_TK
@@ -162,8 +164,12 @@ class ProfileBuilder:
             if activations.layer == spec.moe_layers[0]:
                 hot_TE = torch.zeros(len(ids_TK), E).scatter_(1, ids_TK, 1.0)
                 of_token_VE.index_add_(0, activations.ids_T2[:, 0], hot_TE)
+                paths.clear()
+            paths.append(ids_TK.numpy())
+            if self._counter is not None and len(paths) == len(spec.moe_layers):
+                self._counter.add(activations.ids_T2.numpy(), np.stack(paths, 1))
 
-        self._run(self._kept, self._with_counter(visit))
+        self._run(self._kept, visit)
         means = {
             layer: (
                 sums[layer] / uses[layer].clamp(min=1.0).unsqueeze(1)
@@ -253,22 +259,6 @@ class ProfileBuilder:
 
         self._run(rows, visit)
         return {kind: each / max(1, tokens) for kind, each in hits.items()}
-
-    def _with_counter(self, visit: Visit) -> Visit:
-        """Return `visit` extended by the counter of whole paths."""
-        counter = self._counter
-        if counter is None:
-            return visit
-        paths: list[NDArray[np.int64]] = []
-
-        def visit_and_count(activations: LayerActivations) -> None:
-            visit(activations)
-            paths.append(activations.routed.topk_ids_TK.numpy())
-            if len(paths) == len(self._half.spec.moe_layers):
-                counter.add(activations.ids_T2.numpy(), np.stack(paths, 1))
-                paths.clear()
-
-        return visit_and_count
 
     def _run(self, rows: Rows, visit: Visit) -> None:
         for batch in batches(rows):

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.spec.checkpoint_files import ROUTING
-from models.spec.safetensors_file import SafetensorsFile
+from models.spec.checkpoint_files import ROUTING, SafetensorsFile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,12 +9,21 @@
 
 N and P are bounded (`CountLimits`), and the least frequent entries dropped. Counts can be merged.
 Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
+
+Pairs are counted in bounded memory with Misra and Gries' counters, by batches:
+
+    more than `limit` keys   ──> the (limit + 1)th largest count is subtracted from all of them,
+                                 and keys without a rest are dropped
+
+No count is too large, and none is short by more than the subtracted total, which is at most
+occurrences / (limit + 1): more frequent keys are always present (Agarwal et al., "Mergeable
+Summaries", 2012). Paths are a uniform sample of a stream of unknown length (Vitter's Algorithm R).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,14 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction.bounded_counts import (
-    BoundedCounts,
-    PathSample,
-    RoutingPaths,
-    TopCounts,
-    merge_samples,
-    subsample,
-)
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
@@ -39,8 +40,8 @@ from models.prediction.profile_file import (
     open_profile,
     write_arrays,
 )
+from models.spec.checkpoint_files import SafetensorsFile
 from models.spec.model import ModelSpec
-from models.spec.safetensors_file import SafetensorsFile
 from models.text.tokenizer_files import tokenizer_digest
 
 MIN_TOKENS: Final = 1000
@@ -50,6 +51,132 @@ MAX_OVERSIZE: Final = 16
 _MAX_TOKENS: Final = 1 << 48
 _COUNTED, _TOKENIZER = "counted", "tokenizer"
 _MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file; larger counts are clipped
+
+Counts = NDArray[np.int64]
+
+
+class TopCounts(NamedTuple):
+    """Unique keys in ascending order, and their counts."""
+
+    keys: Counts
+    times: Counts
+
+    def add(self, other: TopCounts) -> TopCounts:
+        keys, where = np.unique(np.concatenate([self.keys, other.keys]), return_inverse=True)
+        times = np.zeros(len(keys), np.int64)
+        np.add.at(times, where, np.concatenate([self.times, other.times]))
+        return TopCounts(keys, times)
+
+    def truncate(self, limit: int) -> TopCounts:
+        if len(self.keys) <= limit:
+            return self
+        rest = self.times - np.partition(self.times, -limit - 1)[-limit - 1]
+        return TopCounts(self.keys[rest > 0], rest[rest > 0])
+
+
+class BoundedCounts:
+    """Counts of integer keys: at most 2 * limit, and `limit` pending ones."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._top = TopCounts(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._waiting: list[Counts] = []
+        self._room = limit
+
+    def add(self, keys_N: Counts) -> None:
+        """Count each key once more."""
+        while len(keys_N):
+            now, keys_N = keys_N[: self._room], keys_N[self._room :]
+            self._waiting.append(now)
+            self._room -= len(now)
+            if self._room == 0:
+                self._count()
+
+    def _count(self) -> None:
+        if self._waiting:
+            keys, times = np.unique(np.concatenate(self._waiting), return_counts=True)
+            self._waiting, self._room = [], self._limit
+            self._top = self._top.add(TopCounts(keys, times))
+        if len(self._top.keys) > 2 * self._limit:
+            self._top = self._top.truncate(self._limit)
+
+    def counted(self) -> TopCounts:
+        """Return at most `limit` counts."""
+        self._count()
+        return self._top.truncate(self._limit)
+
+
+_MAX_EXACT: Final = 10**9  # numpy's bound of the hypergeometric distribution; above, binomial
+
+
+class RoutingPaths(NamedTuple):
+    ids_P2: NDArray[np.int32]
+    paths_PLK: NDArray[np.int16]
+
+    def select(self, which: NDArray[np.int64]) -> RoutingPaths:
+        return RoutingPaths(self.ids_P2[which], self.paths_PLK[which])
+
+
+class PathSample:
+    """A sample of at most `limit` tokens, which depends on tokens and seed, not on batches."""
+
+    def __init__(self, limit: int, layers: int, top_k: int, seed: int) -> None:
+        self._seen, self._random = 0, np.random.default_rng(seed)
+        self._paths = RoutingPaths(
+            np.empty((limit, 2), np.int32), np.empty((limit, layers, top_k), np.int16)
+        )
+
+    def add(self, ids_T2: NDArray[np.int32], paths_TLK: NDArray[np.int16]) -> None:
+        """Add tokens in order. The arrays are copied."""
+        limit, places_T = len(self._paths.ids_P2), np.arange(len(ids_T2)) + self._seen
+        self._seen += len(ids_T2)
+        late = places_T >= limit
+        draws = self._random.random(np.count_nonzero(late))
+        places_T[late] = draws * (places_T[late] + 1)
+        kept = np.flatnonzero(places_T < limit)
+        self._paths.ids_P2[places_T[kept]] = ids_T2[kept]  # the last of equal places counts
+        self._paths.paths_PLK[places_T[kept]] = paths_TLK[kept]
+
+    def sample(self) -> RoutingPaths:
+        """Return the sample as new arrays."""
+        ids_P2, paths_PLK = self._paths
+        return RoutingPaths(ids_P2[: self._seen].copy(), paths_PLK[: self._seen].copy())
+
+
+def subsample(paths: RoutingPaths, limit: int) -> RoutingPaths:
+    """Return at most `limit` paths, in order."""
+    if len(paths.ids_P2) <= limit:
+        return paths
+    random = np.random.default_rng(len(paths.ids_P2))
+    return paths.select(np.sort(random.choice(len(paths.ids_P2), limit, replace=False)))
+
+
+def merge_samples(
+    one: RoutingPaths, seen: int, other: RoutingPaths, other_seen: int, limit: int
+) -> RoutingPaths:
+    """Merge two samples of `seen` and `other_seen` tokens into one of all tokens."""
+    if len(one.ids_P2) + len(other.ids_P2) <= limit and (
+        len(one.ids_P2) == seen and len(other.ids_P2) == other_seen
+    ):
+        return _concatenate(one, other)
+    limit = min(limit, *(  # limited by the sparser sample
+        len(paths.ids_P2) * (seen + other_seen) // count
+        for paths, count in ((one, seen), (other, other_seen))
+        if count
+    ))  # fmt: skip
+    random = np.random.default_rng([seen, other_seen])
+    if max(seen, other_seen) < _MAX_EXACT // 2:
+        of_one = int(random.hypergeometric(seen, other_seen, min(limit, seen + other_seen)))
+    else:
+        of_one = int(random.binomial(limit, seen / (seen + other_seen)))
+    of_one = max(min(of_one, len(one.ids_P2)), limit - len(other.ids_P2))
+    return _concatenate(subsample(one, of_one), subsample(other, limit - of_one))
+
+
+def _concatenate(one: RoutingPaths, other: RoutingPaths) -> RoutingPaths:
+    return RoutingPaths(
+        np.concatenate([one.ids_P2, other.ids_P2]), np.concatenate([one.paths_PLK, other.paths_PLK])
+    )
 
 
 class CountLimits(NamedTuple):
@@ -224,54 +351,35 @@ class _CountArrays:
 _AT_ONCE = 4096  # tokens, to bound the copies of a batch
 
 
-class CountedModel(NamedTuple):
-    """The counted model: fingerprints of its folder, and sizes."""
-
-    checkpoint: bytes
-    tokenizer: bytes
-    moe_layers: Sequence[int]
-    num_experts: int
-    top_k: int
-    vocab_size: int
-
-
-class _Layer:
-    def __init__(self, experts: int, limits: CountLimits) -> None:
-        self.load_E = np.zeros(experts, np.int64)
-        self.pairs = BoundedCounts(limits.pairs)
-
-    def add(self, ids_T: NDArray[np.int64], experts_TK: NDArray[np.int64]) -> None:
-        E = len(self.load_E)
-        self.load_E += np.bincount(experts_TK.ravel(), minlength=E)
-        self.pairs.add((ids_T[:, None] * E + experts_TK).ravel())
-
-
 class RoutingCounter:
     """Counts in bounded memory (`CountLimits`). Single-threaded."""
 
-    def __init__(self, model: CountedModel, limits: CountLimits = COUNT_LIMITS) -> None:
-        self._model = model
-        self._layers = {layer: _Layer(model.num_experts, limits) for layer in model.moe_layers}
-        self._paths = PathSample(limits.paths, len(model.moe_layers), model.top_k, seed=0)
+    def __init__(self, folder: Path, spec: ModelSpec, limits: CountLimits = COUNT_LIMITS) -> None:
+        """Set up a counter of the model in `folder`. Raises CheckpointError."""
+        self._spec = spec
+        self._digests = checkpoint_digest(folder), tokenizer_digest(folder)
+        self._loads = {layer: np.zeros(spec.num_experts, np.int64) for layer in spec.moe_layers}
+        self._pairs = {layer: BoundedCounts(limits.pairs) for layer in spec.moe_layers}
+        self._paths = PathSample(limits.paths, len(spec.moe_layers), spec.top_k, seed=0)
         self.tokens = 0
 
     def add(self, ids_T2: NDArray[Any], paths_TLK: NDArray[Any]) -> None:
         """Count tokens [id, previous id or -1] with their paths, which the caller has checked."""
+        E = self._spec.num_experts
         for start in range(0, len(ids_T2), _AT_ONCE):
             ids, paths = ids_T2[start : start + _AT_ONCE], paths_TLK[start : start + _AT_ONCE]
             ids_T = ids[:, 0].astype(np.int64)
-            for position, layer in enumerate(self._layers.values()):
-                layer.add(ids_T, paths[:, position].astype(np.int64))
+            for position, layer in enumerate(self._spec.moe_layers):
+                experts_TK = paths[:, position].astype(np.int64)
+                self._loads[layer] += np.bincount(experts_TK.ravel(), minlength=E)
+                self._pairs[layer].add((ids_T[:, None] * E + experts_TK).ravel())
             self._paths.add(ids.astype(np.int32), paths.astype(np.int16))
             self.tokens += len(ids)
 
     def counts(self) -> RoutingCounts:
         """Return the current counts as new arrays."""
-        model = self._model
         layers = {
-            layer: LayerCounts(each.load_E.copy(), each.pairs.counted())
-            for layer, each in self._layers.items()
+            layer: LayerCounts(load_E.copy(), self._pairs[layer].counted())
+            for layer, load_E in self._loads.items()
         }
-        return RoutingCounts(
-            model.checkpoint, model.tokenizer, self.tokens, layers, self._paths.sample()
-        )
+        return RoutingCounts(*self._digests, self.tokens, layers, self._paths.sample())

@@ -54,7 +54,7 @@ from torch.nn import functional
 
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
@@ -65,8 +65,8 @@ from models.prediction.profile_file import (
     write_arrays,
 )
 from models.prediction.routing_counts import RoutingCounts
+from models.spec.checkpoint_files import SafetensorsFile
 from models.spec.model import ModelSpec
-from models.spec.safetensors_file import SafetensorsFile
 
 WIDTH: Final = 128  # R, at most the hidden size
 ROWS_SEEN: Final = 1_600_000  # in training, over all layers

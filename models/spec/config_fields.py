@@ -1,13 +1,24 @@
-"""Typed reading of config.json: each wrong field is one CheckpointError that names it."""
+"""Typed reading of config.json: each wrong field is one CheckpointError that names it.
+
+Configurations of well-known models are shipped, so that plans need no download: figures of the
+published files, without fields that `ModelSpec` does not read. The factors of longrope, on which no
+plan depends, are 1.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from contracts.errors import CheckpointError
+
+_KNOWN_MODELS = Path(__file__).with_name("known_models.json")
+_CONFIGS = msgspec.json.Decoder(dict[str, dict[str, Any]])  # by hub id
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -160,3 +171,26 @@ class ConfigFields:
         """Return a token id or a list of them as a list."""
         value = self.raw(key)
         return [value] if type(value) is int else self.int_list(key)
+
+
+def find_known_model(name: str) -> dict[str, Any] | None:
+    """Return the config.json fields of a hub id or its last part, in any case, or None."""
+    wanted = name.lower()
+    for hub_id, config in _known_configs().items():
+        if wanted in (hub_id.lower(), _short(hub_id).lower()):
+            return config
+    return None
+
+
+def known_model_names() -> list[str]:
+    """Short names, as `find_known_model` accepts them."""
+    return list(map(_short, _known_configs()))
+
+
+def _short(hub_id: str) -> str:
+    return hub_id.partition("/")[2].removesuffix("-v0.1")
+
+
+@functools.cache
+def _known_configs() -> dict[str, dict[str, Any]]:
+    return _CONFIGS.decode(_KNOWN_MODELS.read_bytes())

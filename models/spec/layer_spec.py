@@ -1,4 +1,4 @@
-"""Layers with experts, windows, latent attention and routing, from config.json."""
+"""Layers with experts, windows, latent attention, indexers, routing and rope, from config.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from models.spec.family import Family
 
 _SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
 _DENSE, _SPARSE = "dense", "sparse"
+_INDEXED = "indexed_attention"
+_INDEXER_MODES = {"F": "full", "S": "shared"}
+_WINDOW_THETA = 10_000.0  # of layers with a window, by default
+ROPES = "rope_parameters"
 Windows = tuple[int | None, ...]
 
 
@@ -187,6 +191,58 @@ def read_latent(config: ConfigFields, family: Family, num_heads: int) -> LatentS
     return latent
 
 
+class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A query sees the `top_k` tokens with the highest scores of `heads` heads of `head_dim`.
+
+    `interleaved`: the pairs that rope rotates are side by side. `shared_layers` use the selection
+    of the layer before them.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    shared_layers: tuple[int, ...] = ()
+
+
+def read_indexer(config: ConfigFields, family: Family, num_layers: int) -> IndexerSpec:
+    """Read the sizes. Raises CheckpointError."""
+    if config.raw("layer_types") not in (None, [_INDEXED] * num_layers):
+        raise config.error("layer_types", f"expected {num_layers} times {_INDEXED!r}")
+    if config.is_null("q_lora_rank"):
+        raise config.error("q_lora_rank", "null is not supported with an indexer")
+    interleaved = family.indexer == "interleaved"
+    modes = _read_modes(config, num_layers) if interleaved else ["full"] * num_layers
+    indexer = IndexerSpec(
+        heads=config.positive_int("index_n_heads", default=family.default_index_heads),
+        head_dim=config.positive_int("index_head_dim", default=128),
+        top_k=config.positive_int("index_topk", default=2048),
+        interleaved=interleaved,
+        shared_layers=tuple(layer for layer, mode in enumerate(modes) if mode == "shared"),
+    )
+    rope_dim = config.positive_int("qk_rope_head_dim")
+    if indexer.head_dim < rope_dim:
+        raise config.error(
+            "index_head_dim", f"{indexer.head_dim} is less than qk_rope_head_dim={rope_dim}"
+        )
+    return indexer
+
+
+def _read_modes(config: ConfigFields, num_layers: int) -> list[str]:
+    """Return `full` or `shared` of each layer; GLM's own keys have a period and an offset."""
+    key = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
+    modes = config.raw(key)
+    if modes is None:
+        every = config.positive_int("index_topk_freq", default=1)
+        offset = config.count("index_skip_topk_offset", default=2)
+        firsts = [max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers)]
+        modes = ["full" if is_first else "shared" for is_first in firsts]
+    modes = [_INDEXER_MODES.get(mode, mode) for mode in modes]
+    if len(modes) != num_layers or not {*modes} <= {*_INDEXER_MODES.values()} or modes[0] != "full":
+        raise config.error(key, f"expected {num_layers} times full or shared, got {modes!r}")
+    return modes
+
+
 class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Routing rule of a layer. Experts form `groups`, of which the best `kept_groups` stay.
 
@@ -250,7 +306,7 @@ def _refuse_others(config: ConfigFields, family: Family) -> None:
         "moe_layer_freq": (1,),
     }
     if family.windows_differ:
-        del allowed["moe_layer_freq"]  # by layer: window_layers.check_agreement
+        del allowed["moe_layer_freq"]  # by layer: model.py
     for key, values in allowed.items():
         if config.has(key) and config.raw(key) not in values:
             raise config.unsupported(key, map(str, values))
@@ -332,6 +388,8 @@ def read_rotary_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
 
 def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     """Read the rope parameters. Raises CheckpointError for unsupported or incomplete scalings."""
+    if family.needs_rope_parameters and not (config.has(ROPES) or config.raw("rope_scaling")):
+        raise config.error(ROPES, f"missing; {family.model_type} needs them")
     default_theta = family.default_rope_theta
     scaling = _rope_fields(config, default_theta)
     theta = _read_theta(config, scaling, default_theta)
@@ -386,7 +444,7 @@ def _longrope(scaling: ConfigFields, theta: float, original: int, pairs: int) ->
 
 def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:
     """Return the fields of rope_scaling, or of rope_parameters; both must agree on theta."""
-    new, old = config.section("rope_parameters"), config.section("rope_scaling")
+    new, old = config.section(ROPES), config.section("rope_scaling")
     meant = old if any(True for _ in old.items()) else new
     for key, value in meant.items():
         if isinstance(value, dict):
@@ -434,3 +492,36 @@ def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> R
         attention_factor=scaling.number("attention_factor", default=usual),
         softmax_factor=temperature(all_dim) ** 2 if all_dim else 1.0,
     )
+
+
+class WindowLayersSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV heads and rope of layers with a window."""
+
+    kv_heads: int
+    rope: RopeSpec
+
+
+def read_ropes(
+    config: ConfigFields, family: Family, head_dim: int
+) -> tuple[RopeSpec, RopeSpec, int]:
+    """Return the ropes of layers without and with a window, and the elements that both rotate.
+
+    Raises CheckpointError.
+    """
+    if config.has("rope_scaling"):
+        raise config.error("rope_scaling", "is not supported; write rope_parameters by layer type")
+    stated, ropes, rotated = config.section(ROPES), list[RopeSpec](), list[int]()
+    thetas = {"full_attention": family.default_rope_theta, "sliding_attention": _WINDOW_THETA}
+    for kind, theta in thetas.items():
+        given = dict(stated.section(kind).items()) if config.has(ROPES) else {"rope_theta": theta}
+        if "rope_theta" not in given:
+            raise stated.error(kind, "expected an object with rope_theta for each layer type")
+        alone = ConfigFields(config.path, {ROPES: given})
+        ropes.append(read_rope(alone, family, head_dim))
+        rotated.append(read_rotary_dim(alone, family, head_dim))
+    if rotated[0] != rotated[1]:
+        raise stated.error(
+            "partial_rotary_factor",
+            f"rotates {rotated[0]} or {rotated[1]} elements by layer type, which is not supported",
+        )
+    return ropes[0], ropes[1], rotated[0]

@@ -20,21 +20,24 @@ from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES
 from models.spec.family import Family, QkNorm
-from models.spec.indexer import IndexerSpec, read_indexer
 from models.spec.layer_spec import (
+    ROPES,
+    IndexerSpec,
     LatentSpec,
     RopeSpec,
     RoutingSpec,
+    WindowLayersSpec,
+    read_indexer,
     read_latent,
     read_moe_layers,
     read_rope,
+    read_ropes,
     read_rotary_dim,
     read_routing,
     read_unrotated,
     read_windows,
 )
 from models.spec.recurrent import RecurrentSpec, read_recurrent
-from models.spec.window_layers import WindowLayersSpec, check_agreement, read_ropes
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 GENERATION_CONFIG = "generation_config.json"
@@ -207,7 +210,6 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     rope, rope_dim, window_layers = _ropes(config, family, latent, head_dim, num_kv_heads)
     expert_ffn_size = config.positive_int(family.expert_ffn_key)
     shared, shared_ffn_size = _shared_experts(config, family, expert_ffn_size)
-    factors = _factors(config, family, head_dim)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
@@ -222,14 +224,12 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         moe_layers=moe_layers,
         routing=read_routing(config, family, num_experts),
         rope=rope,
-        rms_norm_eps=factors.eps,
         vocab_size=config.positive_int("vocab_size"),
         max_context_tokens=_context_tokens(config, rope),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=family.default_tied),
         attention_bias=_switch(config, family.bias_key, family.default_attention_bias),
         qk_norm=_qk_norm(config, family),
         rope_dim=rope_dim,
-        softmax_scale=factors.softmax * (1.0 if latent is None else rope.softmax_factor),
         sliding_windows=windows,
         dtype=_stored_dtype(config),
         eos_token_ids=eos_token_ids,
@@ -242,13 +242,12 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         indexer=read_indexer(config, family, num_layers) if family.indexer else None,
         unrotated=read_unrotated(config, family, windows),
         clip_qkv=_clip(config, family),
-        embedding_scale=factors.embedding,
-        logits_scale=factors.logits,
         head_bias=_switch(config, family.head_bias_key, default=False),
         query_tuning=_query_tuning(config) if family.windows == "chunks" else None,
         window_layers=window_layers,
         value_dim=_value_dim(config, family, head_dim),
         value_scale=_value_scale(config, family),
+        **_factors(config, family, head_dim, rope.softmax_factor if latent else 1.0),
     )
     _check_consistency(config, spec)
     return spec
@@ -283,14 +282,12 @@ def _text_fields(config: ConfigFields) -> ConfigFields:
 
 def _family(config: ConfigFields) -> Family:
     model_type = config.raw("model_type")
-    for family in FAMILIES.values():
-        if model_type == family.model_type:
-            return family
     architectures = config.raw("architectures")
     for family in FAMILIES.values():
-        if model_type is None and architectures == [family.architecture]:
+        is_named = model_type is None and architectures == [family.architecture]
+        if is_named or model_type == family.model_type:
             return family
-    supported = ", ".join(f"{family.model_type}" for family in FAMILIES.values())
+    supported = ", ".join(FAMILIES)
     found = model_type if model_type is not None else architectures
     raise config.error("model_type", f"{found!r} is not supported; supported: {supported}")
 
@@ -317,8 +314,8 @@ def _ropes(
         return rope, rotated, WindowLayersSpec(kv_heads=2 * kv_heads, rope=own)
     if not family.has_rope:
         return RopeSpec(theta=family.default_rope_theta), latent.rope_dim if latent else 0, None
-    rope, most = _rope(config, family, head_dim), head_dim if latent is None else latent.rope_dim
-    return rope, read_rotary_dim(config, family, most), None
+    most = head_dim if latent is None else latent.rope_dim
+    return read_rope(config, family, head_dim), read_rotary_dim(config, family, most), None
 
 
 def _value_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
@@ -331,13 +328,6 @@ def _value_scale(config: ConfigFields, family: Family) -> float:
         return 1.0
     key, default = family.value_scale
     return config.number(key, default=1.0 if config.is_null(key) else default)
-
-
-def _rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
-    given = config.has("rope_parameters") or config.raw("rope_scaling")
-    if family.needs_rope_parameters and not given:
-        raise config.error("rope_parameters", f"missing; {family.model_type} needs them")
-    return read_rope(config, family, head_dim)
 
 
 def _switch(config: ConfigFields, key: str | None, default: bool) -> bool:
@@ -375,14 +365,9 @@ def _shared_experts(config: ConfigFields, family: Family, expert_ffn_size: int) 
     return count, count * expert_ffn_size
 
 
-class _Factors(msgspec.Struct, frozen=True):
-    eps: float
-    softmax: float
-    embedding: float = 1.0
-    logits: float = 1.0
-
-
-def _factors(config: ConfigFields, family: Family, head_dim: int) -> _Factors:
+def _factors(
+    config: ConfigFields, family: Family, head_dim: int, rope_factor: float
+) -> dict[str, float]:
     """Return the epsilon of norms and the factors of embeddings, softmax and logits.
 
     Granite multiplies what is added to the residual by m. A residual of 1/m of the size, with
@@ -393,14 +378,15 @@ def _factors(config: ConfigFields, family: Family, head_dim: int) -> _Factors:
         scale = 1.0
         if _switch(config, family.embedding_switch_key, default=False):
             scale = config.positive_int("hidden_size") ** 0.5
-        return _Factors(eps, head_dim**-0.5, scale)
+        softmax = head_dim**-0.5 * rope_factor
+        return {"rms_norm_eps": eps, "softmax_scale": softmax, "embedding_scale": scale}
     multiplier = config.number("residual_multiplier", default=1.0)
-    return _Factors(
-        eps=eps / multiplier**2,
-        softmax=config.number("attention_multiplier", default=1.0),
-        embedding=config.number("embedding_multiplier", default=1.0) / multiplier,
-        logits=1.0 / config.number("logits_scaling", default=1.0),
-    )
+    return {
+        "rms_norm_eps": eps / multiplier**2,
+        "softmax_scale": config.number("attention_multiplier", default=1.0),
+        "embedding_scale": config.number("embedding_multiplier", default=1.0) / multiplier,
+        "logits_scale": 1.0 / config.number("logits_scaling", default=1.0),
+    }
 
 
 def _clamp(config: ConfigFields) -> ClampSpec:
@@ -512,7 +498,7 @@ def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
 
 def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
     if spec.window_layers is not None:
-        check_agreement(config, spec)
+        _check_agreement(config, spec, spec.window_layers)
     if spec.num_heads % spec.num_kv_heads:
         raise config.error(
             "num_key_value_heads",
@@ -526,3 +512,33 @@ def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
         raise config.error("num_hidden_layers", f"none of the {spec.num_layers} layers has experts")
     if spec.latent is None and spec.head_dim % 2:
         raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")
+
+
+def _check_agreement(config: ConfigFields, spec: ModelSpec, windows: WindowLayersSpec) -> None:
+    """Raise CheckpointError for a field of MiMo's original files that contradicts the spec."""
+    sparse = [int(spec.is_moe(layer)) for layer in range(spec.num_layers)]
+    implied: dict[str, object] = {
+        "swa_num_key_value_heads": windows.kv_heads,
+        "swa_num_attention_heads": spec.num_heads,
+        "swa_head_dim": spec.head_dim,
+        "swa_v_head_dim": spec.value_dim,
+        "rope_theta": spec.rope.theta,
+        "swa_rope_theta": windows.rope.theta,
+        "layernorm_epsilon": spec.rms_norm_eps,
+        "hybrid_layer_pattern": [int(window is not None) for window in spec.sliding_windows],
+        "moe_layer_freq": sparse,
+    }
+    for key, value in implied.items():
+        if config.has(key) and config.raw(key) != value:
+            raise config.error(key, f"{config.raw(key)!r}, but the other fields imply {value!r}")
+    fraction = config.number("partial_rotary_factor", default=spec.rope_dim / spec.head_dim)
+    if int(spec.head_dim * fraction) != spec.rope_dim:
+        raise config.error(
+            "partial_rotary_factor", f"{fraction:g}, but {ROPES} rotates {spec.rope_dim} elements"
+        )
+    if spec.num_heads % windows.kv_heads:
+        raise config.error(
+            "num_key_value_heads",
+            f"twice as many, {windows.kv_heads}, do not divide num_attention_heads="
+            f"{spec.num_heads}",
+        )

@@ -54,29 +54,17 @@ def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> Rec
     layers = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
     if not layers:
         return None
-    if is_kimi:
-        return _read_kimi(config, layers, num_layers)
     spec = RecurrentSpec(
-        layers=layers,
-        key_heads=config.positive_int("linear_num_key_heads", default=16),
-        value_heads=config.positive_int("linear_num_value_heads", default=32),
-        key_dim=config.positive_int("linear_key_head_dim", default=128),
-        value_dim=config.positive_int("linear_value_head_dim", default=128),
-        taps=config.positive_int("linear_conv_kernel_dim", default=4),
-        kind="by_key_head" if family.recurrent == "by_key_head" else "separate",
+        layers=layers, kind=family.recurrent, **(_kimi_sizes if is_kimi else _sizes)(config)
     )
     if spec.value_heads % spec.key_heads:
         raise config.error(
             "linear_num_value_heads",
             f"linear_num_key_heads={spec.key_heads} does not divide {spec.value_heads}",
         )
-    _check_layers(config, layers, num_layers)
-    return spec
-
-
-def _check_layers(config: ConfigFields, layers: tuple[int, ...], num_layers: int) -> None:
     if len(layers) == num_layers:
         raise config.error("layer_types", f"none of {num_layers} layers has full attention")
+    return spec
 
 
 def _kimi_types(config: ConfigFields, num_layers: int) -> list[str | None]:
@@ -97,23 +85,30 @@ def _kimi_types(config: ConfigFields, num_layers: int) -> list[str | None]:
     return types
 
 
-def _read_kimi(config: ConfigFields, layers: tuple[int, ...], num_layers: int) -> RecurrentSpec:
+def _sizes(config: ConfigFields) -> dict[str, int]:
+    return {
+        "key_heads": config.positive_int("linear_num_key_heads", default=16),
+        "value_heads": config.positive_int("linear_num_value_heads", default=32),
+        "key_dim": config.positive_int("linear_key_head_dim", default=128),
+        "value_dim": config.positive_int("linear_value_head_dim", default=128),
+        "taps": config.positive_int("linear_conv_kernel_dim", default=4),
+    }
+
+
+def _kimi_sizes(config: ConfigFields) -> dict[str, int]:
     stated = config.section("linear_attn_config")
-    sizes = {
-        key: stated.positive_int(key, default=config.positive_int(usual, default=default))
+    heads, size, taps = (
+        stated.positive_int(key, default=config.positive_int(usual, default=default))
         for key, usual, default in (
             ("num_heads", "linear_num_heads", 32),
             ("head_dim", "linear_head_dim", 128),
             ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
         )
-    }
-    _check_layers(config, layers, num_layers)
-    return RecurrentSpec(
-        layers=layers,
-        key_heads=sizes["num_heads"],
-        value_heads=sizes["num_heads"],
-        key_dim=sizes["head_dim"],
-        value_dim=sizes["head_dim"],
-        taps=sizes["short_conv_kernel_size"],
-        kind="by_row",
     )
+    return {
+        "key_heads": heads,
+        "value_heads": heads,
+        "key_dim": size,
+        "value_dim": size,
+        "taps": taps,
+    }

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize, unpack_int8
-from models.spec.checkpoint_files import INDEX, SINGLE, plain_name
+from models.spec.checkpoint_files import INDEX, SINGLE, SafetensorsFile, TensorEntry, plain_name
 from models.spec.config_fields import read_json
 from models.spec.model import ModelSpec, read_spec
-from models.spec.safetensors_file import SafetensorsFile, TensorEntry
 from models.weights import layout
 from models.weights.layout import WeightSpec, WeightSpecs
 

@@ -11,7 +11,7 @@ import pytest
 
 import actors.gather.peer_source
 from actors.gather.peer_source import PeerSource
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer
 from tests.support.group_harness import group_config, until
 from tests.support.prefill_workers import (
     Peer,

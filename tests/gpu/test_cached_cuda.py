@@ -16,7 +16,7 @@ from kernels.experts import gated
 from kernels.gpu_experts import slot_experts, supports_slots
 from kernels.linear import plain_linears
 from models.experts.device_lanes import CudaLane
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
 from tests.support.tiny_models import Checkpoints, prompts
 

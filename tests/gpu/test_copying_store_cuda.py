@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
@@ -31,10 +31,7 @@ def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
     half = ExpertHalf.load(Checkpoint(folder), spec, everyone, dtype=torch.float32, device=device)
     layout = ExpertLayout(spec, torch.float32, device)
     source = open_host_source(folder, layout, store=SHARED_MEMORY / "tandem-test", deadline_s=60)
-    resident, _ = split_layers(spec, 1)
-    store = CopyingStore(
-        source, {layer: half.layer_experts(layer) for layer in resident}, layout, deadline_s=20
-    )
+    store = CopyingStore(source, {0: half.layer_experts(0)}, layout, deadline_s=20)
     x = torch.randn(200_000, spec.hidden_size, device=device)
     try:
         for _ in range(3):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer
 from tests.support.prefill_workers import (
     layout_of,
     make_source,

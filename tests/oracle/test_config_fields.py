@@ -54,6 +54,14 @@ def test_a_field_that_is_spelled_another_way_gives_the_logits_of_transformers(
     assert outcome(folder) == ("agree", "")
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def _kimi_layers(recurrent: list[int], full: list[int]) -> Change:
+    stated = {"kda_layers": recurrent, "full_attn_layers": full}
+    return {"layer_types": None, "linear_attn_config": stated}
+
+
 REFUSED: list[tuple[str, Change, list[str]]] = [
     (
         "qwen3_moe",
@@ -135,6 +143,97 @@ REFUSED: list[tuple[str, Change, list[str]]] = [
         "gpt_oss",
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
         ["rope_parameters.full_attention", "layer type"],
+    ),
+    ("qwen3_moe", {"hidden_size": "big"}, ["hidden_size", "'big'"]),
+    ("qwen3_moe", {"hidden_size": None}, ["hidden_size", "missing"]),
+    ("qwen3_moe", {"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
+    (
+        "qwen3_moe",
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        ["config.json", "model_type", "gpt2", "qwen3_moe", "mixtral"],
+    ),
+    (
+        "qwen3_moe",
+        {"quantization_config": {"quant_method": "awq"}},
+        ["quantization_config", "awq", "unquantised"],
+    ),
+    ("qwen3_moe", {"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
+    ("qwen3_moe", {"num_experts_per_tok": 8}, ["num_experts_per_tok", "8", "7"]),
+    ("qwen3_moe", {"head_dim": 11}, ["head_dim", "11", "odd"]),
+    ("qwen3_moe", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+    ("qwen3_moe", {"dtype": "int4"}, ["dtype", "int4", "bfloat16"]),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}, ["norm_topk_prob", "true or false"]),
+    ("qwen3_moe", {"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+    ("qwen3_moe", {"mlp_only_layers": [0.5]}, ["mlp_only_layers", "0.5"]),
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        ["rope_type", "longrope", "yarn"],
+    ),
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "linear"}},
+        ["rope_parameters.factor", "missing"],
+    ),
+    ("qwen3_moe", {"rope_parameters": []}, ["rope_parameters", "object"]),
+    ("qwen3_moe", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "1.0"]),
+    (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        ["max_window_layers", "2", "use_sliding_window"],
+    ),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "noaux_tc", "greedy"]),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, ["scoring_func", "sigmoid", "softmax"]),
+    ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob", "true"]),
+    ("deepseek_v2", {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
+    ("deepseek_v2", {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+    ("deepseek_v2", {"first_k_dense_replace": 3}, ["none of the 3 layers has experts"]),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ["n_group", "missing"]),
+    ("deepseek_v3", {"n_group": 2}, ["n_group", "2 groups", "9"]),
+    ("deepseek_v3", {"n_group": 9, "topk_group": 9}, ["n_group", "fewer than 2"]),
+    ("deepseek_v3", {"topk_group": 4}, ["n_group", "4 of them", "topk_group"]),
+    ("deepseek_v3", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "6 experts"]),
+    ("deepseek_v3", {"kv_lora_rank": 20}, ["kv_a_proj_with_mqa", "[24, 48]", "[26, 48]"]),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked"]),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "3"]),
+    ("gpt_oss", {"rope_parameters": None}, ["rope_parameters", "missing"]),
+    ("gpt_oss", {"intermediate_size": 21}, ["gate_up_proj", "[7, 48, 40]", "[7, 48, 42]"]),
+    (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+        ["mscale_all_dim", "linear", "yarn"],
+    ),
+    *(
+        ("glm_moe_dsa", change, [part])
+        for change, part in (
+            ({"indexer_types": ["shared", "full", "full"]}, "indexer_types: expected 3 times"),
+            ({"index_head_dim": 4}, "index_head_dim: 4 is less than qk_rope_head_dim=6"),
+            ({"index_topk": 0}, "index_topk: expected a positive integer"),
+            ({"q_lora_rank": None}, "q_lora_rank: null is not supported"),
+            ({"layer_types": [FULL] * 3}, "layer_types: expected 3 times"),
+        )
+    ),
+    *(
+        ("qwen3_next", change, parts)
+        for change, *parts in (
+            ({"layer_types": [LINEAR] * 4}, "layer_types"),
+            ({"layer_types": [LINEAR, FULL, "mamba", FULL]}, "layer_types: 'mamba'"),
+            ({"linear_num_value_heads": 3}, "linear_num_value_heads: ", "=2 does not divide 3"),
+            ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected a positive integer"),
+            ({"linear_key_head_dim": 9}, "has shape", "config.json implies"),
+            ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "partial_rotary_factor"),
+        )
+    ),
+    *(
+        ("kimi_linear", change, parts)
+        for change, *parts in (
+            (_kimi_layers([1, 2], [2, 4]), "kda_layers: 2 is not one"),
+            (_kimi_layers([1, 2], [4]), "kda_layers: layer 3 has no type"),
+            ({"linear_attn_config": {"head_dim": 9}}, "has shape", "config.json implies"),
+            ({"num_experts_per_token": 0}, "num_experts_per_token: expected a positive integer"),
+            ({"num_experts_per_tok": 2}, "num_experts_per_token: 3, but num_experts_per_tok is 2"),
+            ({"mla_use_nope": False}, "mla_use_nope: False is not supported"),
+        )
     ),
 ]
 

@@ -14,7 +14,7 @@ import kernels.attention
 import kernels.experts
 import kernels.steps
 import models.decoder.decoder
-import models.experts.router
+import models.experts.expert_half
 import tests.support.group_harness as harness
 from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.observer import Observer
@@ -31,7 +31,6 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.linear import PackedLinear
 from models.decoder.batch import AttentionBatch
-from models.experts.expert_store import ResidentStore
 from planner.scheduling.preemption import LatencyPass, Preemption, W
 from planner.scheduling.task_order import Task
 from tests.oracle.random_requests import check_random_requests
@@ -44,7 +43,7 @@ from tests.support.group_harness import (
     prefill_config,
     until,
 )
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, resident_store
 from tests.support.tiny_models import FAMILIES, UNUSUAL_FAMILIES, VOCABULARY, Checkpoints
 
 BLOCK = 16
@@ -78,7 +77,7 @@ class Rig:
     ) -> None:
         self.kv = model.new_pool(64)
         timeline = Timeline(0)
-        store = ResidentStore(model.experts[0])
+        store = resident_store(model.experts[0])
         backend = StoredBackend("here", model.attention, store, timeline, monotonic_s)
         parts = ExecutorParts(
             "here", model.attention, self.kv, backend, self._sink, timeline, monotonic_s
@@ -189,7 +188,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
     products.clear()
     monkeypatch.setattr(kernels.steps, "TILE_ROWS", 32)
     monkeypatch.setattr(models.decoder.decoder, "LIGHT_ROWS", 32)
-    monkeypatch.setattr(models.experts.router, "LIGHT_ROWS", 32)
+    monkeypatch.setattr(models.experts.expert_half, "LIGHT_ROWS", 32)
     monkeypatch.setattr(kernels.experts, "RUN_PAIRS", 32)
     monkeypatch.setattr(kernels.experts, "TILE_PAIRS", 32)
     monkeypatch.setattr(kernels.attention, "_STEP_SCORES", 1)

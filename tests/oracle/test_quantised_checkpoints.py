@@ -16,12 +16,11 @@ from kernels.linear import has_panels
 from kernels.panels import Arithmetic, arithmetic_of, kind_of
 from kernels.stored import Storage
 from models.experts.expert_half import ExpertHalf
-from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from tests.support.fake_device import act_as_a_device
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, resident_store
 from tests.support.one_line_errors import one_line_error
 from tests.support.quantised_models import make_fp8, make_int8, make_mxfp4
 from tests.support.read_tensors import record_read_names
@@ -169,7 +168,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
     expected = local.forward([PROMPT])[0][-1]
     profile = tmp_path / "routing.safetensors"
     rows = prompts(7, [60, 60])
-    ProfileBuilder(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
+    ProfileBuilder(local.attention, resident_store(local.experts[0]), rows).profile().write(
         profile, folder
     )
     sections = {

@@ -120,9 +120,9 @@ class WatchedTier(DeviceTier):
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         slot = into[0]
-        key, part, _ = self._requests[ticket]
+        request = self._requests[ticket]
         super().copy(ticket, into)
-        self.log.append((*key, part))
+        self.log.append((*request.key, request.part))
         last_read = self._last_read.pop(slot, None)
         if last_read is not None:
             after = self.lane.after

@@ -15,8 +15,9 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.recurrence import StateRun
-from models.experts.expert_half import ExpertHalf, expert_sum_steps
-from models.experts.router import RoutedTokens
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
+from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import Progress
@@ -123,3 +124,9 @@ class LocalModel:
         shared_TD = self.attention.shared(layer, routed.router_input)
         if shared_TD is not None:
             hidden_TD.add_(shared_TD)
+
+
+def resident_store(experts: ExpertHalf) -> CopyingStore:
+    """Return a store of experts on the CPU that are all resident."""
+    layout = ExpertLayout(experts.spec, torch.float32, torch.device("cpu"), packed=False)
+    return CopyingStore(None, experts.layers(), layout, deadline_s=20.0)

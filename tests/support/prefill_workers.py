@@ -20,8 +20,7 @@ from actors.gather.weight_shard import PartSource, ResidentShard, Shard, Windowe
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.errors import TandemError
 from contracts.ranks import Group, RankSpec
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.host_experts import CheckpointParts
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.fork_server import ForkedProcess

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.spec.safetensors_file import SafetensorsFile
+from models.spec.checkpoint_files import SafetensorsFile
 
 
 def record_read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,8 +14,7 @@ from contracts.config import BUNDLED
 from contracts.errors import ConfigError, TandemError
 from contracts.hardware import Hardware
 from contracts.json_input import read_json_file, struct_from
-from models.spec.config_fields import ConfigFields
-from models.spec.known_models import find_known_model, known_model_names
+from models.spec.config_fields import ConfigFields, find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import element_bytes
 from planner.costs.cost_model import Deployment

@@ -12,18 +12,14 @@ from models.experts.copying_store import CopyingStore
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.prediction.profile_builder import ProfileBuilder
-from models.prediction.profile_file import checkpoint_digest
 from models.prediction.routing_counts import (
     MIN_TOKENS,
-    CountedModel,
     CountLimits,
     RoutingCounter,
     RoutingCounts,
 )
 from models.prediction.routing_profile import PREDICTOR_KINDS, RoutingProfile
-from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
-from models.text.tokenizer_files import tokenizer_digest
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 
 MEASUREMENT_LIMITS: Final = CountLimits(pairs=1 << 17, paths=1 << 16)  # larger than the file's
@@ -83,23 +79,11 @@ def routing_profile(
     store = CopyingStore(source, {}, layout, deadline_s=_DEADLINE_S)
     try:
         half = AttentionHalf.load(checkpoint, spec, dtype=dtype)
-        counter = _counter(folder, spec)
+        counter = RoutingCounter(folder, spec, MEASUREMENT_LIMITS)
         profile = ProfileBuilder(half, store, rows, progress, counter).profile()
         return RoutingReport(profile, counter.counts().truncate(limits), tokens)
     finally:
         store.close()
-
-
-def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
-    of = CountedModel(
-        checkpoint_digest(folder),
-        tokenizer_digest(folder),
-        spec.moe_layers,
-        spec.num_experts,
-        spec.top_k,
-        spec.vocab_size,
-    )
-    return RoutingCounter(of, MEASUREMENT_LIMITS)
 
 
 def merge_counts(

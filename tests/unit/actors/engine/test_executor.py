@@ -25,7 +25,7 @@ from contracts.traces import Stage
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, BlockCopy
 from models.decoder.decoder import AttentionOutput
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.placement.slots import ExpertPlacement, contiguous
 from planner.scheduling.preemption import Preemption
 from planner.scheduling.task_order import Task

@@ -17,7 +17,7 @@ from actors.gather import device_segment, nccl_exchange
 from actors.gather.peer_source import PeerSource
 from contracts.errors import ChannelError, HandshakeError, PeerError
 from models.experts.copying_store import CopyingStore
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_layout import ExpertBuffer
 from models.weights.checkpoint import check_checkpoint
 from tests.support import prefill_workers
 from tests.support.channels_support import nothing_leaks  # noqa: F401

@@ -22,11 +22,11 @@ from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
-from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer, ResidentStore
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.task_order import TaskPolicy, by_layer, by_plan
+from tests.support.local_model import resident_store
 from tests.support.tiny_models import Checkpoints
 
 BLOCK, LAYERS, DEADLINE_S = 16, 4, 20.0
@@ -181,7 +181,7 @@ def test_single_tokens_of_prompts_are_decoded_like_others(folder: Path) -> None:
     half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
     experts = ExpertHalf.load(checkpoint, spec, range(spec.num_experts), dtype=torch.float32)
     timeline, finisher = Timeline(10), Finisher(half, max_context_tokens=64)
-    backend = StoredBackend("prefill-0", half, ResidentStore(experts), timeline, monotonic_s)
+    backend = StoredBackend("prefill-0", half, resident_store(experts), timeline, monotonic_s)
     pool = KvPool(spec, 4, BLOCK, torch.float32, CPU)
     parts = ExecutorParts("prefill-0", half, pool, backend, finisher, timeline, monotonic_s)
     executor = Executor(parts, chunk_cost=lambda a, b: float(b - a), last_rows_only=True)

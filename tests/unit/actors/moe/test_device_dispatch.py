@@ -17,7 +17,7 @@ from kernels import gpu_experts
 from kernels.experts import ClampedGate, expert_steps
 from kernels.linear import ExpertLinears
 from kernels.steps import run_to_end
-from models.experts.router import RoutedTokens
+from models.experts.expert_half import RoutedTokens
 from planner.placement.replicas import RoundRobinChooser
 from planner.placement.slots import LayerSlots
 from planner.schedule.batch_plan import token_group_bounds

@@ -38,9 +38,8 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decode_graphs import DecodeGraphs
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_half import ExpertHalf
+from models.experts.expert_half import ExpertHalf, RoutedTokens
 from models.experts.expert_loading import ExpertLayer
-from models.experts.router import RoutedTokens
 from models.spec.model import kv_entry_shapes, read_spec
 from models.weights.checkpoint import Checkpoint
 from planner.placement.slots import ExpertPlacement, contiguous

@@ -97,7 +97,7 @@ def test_profile_of_counts_alone_gives_no_predictor(tmp_path: Path) -> None:
     )
     without = predictor(spec_of(folder), half)
     assert without is not None
-    assert without.before.by_layer[1] == [0.5, 0.5]
+    assert without.precision[1] == [0.5, 0.5]
     with pytest.raises(CheckpointError, match="with counts but without predictors"):
         predictor(spec_of(folder, experts={"predictor": "fitted"}), half)
     with pytest.raises(CheckpointError, match="with counts but without predictors"):

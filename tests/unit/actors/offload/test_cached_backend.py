@@ -35,15 +35,12 @@ from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_format import CheckpointFormat, slot_format
-from models.experts.expert_half import assemble_half, expert_sum_steps
+from models.experts.expert_half import ExpertRouter, RoutedTokens, assemble_half, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, ExpertMemory
-from models.experts.router import ExpertRouter, RoutedTokens
 from models.prediction.expert_predictor import (
     DevicePrediction,
     ExpertPredictor,
-    Ids,
-    Precision,
     PredictedRouting,
     Speculation,
 )
@@ -60,27 +57,16 @@ ODD = {"hidden_size": 150, "moe_intermediate_size": 140}  # no multiples of a bl
 GROUPS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group of MXFP4
 
 
-class Fewer(Precision):
-    """Returns some of the predictions only."""
-
-    def __init__(self, known: dict[int, list[float]], dice: random.Random) -> None:
-        super().__init__(known)
-        self._dice = dice
-
-    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
-        found = super().predicted_experts(layer, predicted_routing)
-        return found[: self._dice.randrange(len(found) + 1)]
-
-
 class AnyGuess(ExpertPredictor):
-    """Predicts at random, or nothing."""
+    """Predicts at random, or nothing, and returns some of the predictions only."""
 
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
         self._dice = random.Random(seed)
-        self.first = self.before = Fewer(
-            {layer: [0.5] * half.spec.top_k for layer in half.spec.moe_layers}, self._dice
-        )
+
+    def experts(self, predicted: PredictedRouting) -> list[PredictedExpert]:
+        found = super().experts(predicted)
+        return found[: self._dice.randrange(len(found) + 1)]
 
     def predict_first(self, token_ids_T: torch.Tensor) -> PredictedRouting:
         return self._any(self._half.spec.moe_layers[0], len(token_ids_T))
@@ -95,7 +81,7 @@ class AnyGuess(ExpertPredictor):
         spec = self._half.spec
         experts = range(spec.num_experts)
         ids = [self._dice.sample(experts, spec.top_k) for _ in range(tokens)]
-        return PredictedRouting(layer, ids, self.before)
+        return PredictedRouting(layer, ids)
 
 
 def routed_tokens(spec: ModelSpec, tokens: int, seed: int) -> RoutedTokens:
@@ -349,7 +335,7 @@ class AnyHint(ExpertPredictor):
     def predict_first(self, token_ids_T: torch.Tensor) -> PredictedRouting:
         spec = self._half.spec
         ids = [[self._dice.randrange(spec.num_experts) for _ in range(spec.top_k)]]
-        return PredictedRouting(spec.moe_layers[0], ids, self.first)
+        return PredictedRouting(spec.moe_layers[0], ids)
 
 
 class RightHint(ExpertPredictor):

@@ -22,10 +22,9 @@ from contracts.errors import ChannelError, PeerDeadError, ResourceError
 from kernels.linear import is_packed
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
-from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_store import ExpertBuffer
-from models.experts.host_experts import HostSource, open_host_source, open_shared_file
+from models.experts.host_experts import HostSource, open_host_file, open_host_source
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.tiny_models import Checkpoints
@@ -229,9 +228,9 @@ ROOT = Path(__file__).parents[4]
 OURS = f"tandem-{os.getuid()}"  # the private folder
 HOLD = """
 import mmap, pathlib, signal, sys
-from models.experts.host_experts import open_shared_file
+from models.experts.host_experts import open_host_file
 write = lambda path: path.write_bytes(b"theirs")
-with open_shared_file(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
+with open_host_file(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
     memory = mmap.mmap(file.fileno(), 0)
 print("mapped", flush=True)
 signal.pause()
@@ -242,7 +241,7 @@ def open_named(parent: Path, name: str, *, text: bytes = b"experts") -> IO[bytes
     def write(path: Path) -> None:
         path.write_bytes(text)
 
-    return open_shared_file(parent, name, len(text), write, deadline_s=DEADLINE_S)
+    return open_host_file(parent, name, len(text), write, deadline_s=DEADLINE_S)
 
 
 def mapped(parent: Path, name: str) -> mmap.mmap:
@@ -340,7 +339,7 @@ def test_first_process_creates_file_and_others_wait_until_deadline(tmp_path: Pat
 
     def worker() -> None:
         met.wait(DEADLINE_S)
-        open_shared_file(tmp_path, "a", 7, write, deadline_s=DEADLINE_S).close()
+        open_host_file(tmp_path, "a", 7, write, deadline_s=DEADLINE_S).close()
 
     threads = [threading.Thread(target=worker) for _ in range(3)]
     for thread in threads:
@@ -353,7 +352,7 @@ def test_first_process_creates_file_and_others_wait_until_deadline(tmp_path: Pat
 
     def slow(path: Path) -> None:
         with pytest.raises(ResourceError, match=r"a\.lock.*groups\.ready_timeout_s"):
-            open_shared_file(tmp_path, "a", 7, path.touch, deadline_s=0.0)  # type: ignore[arg-type]
+            open_host_file(tmp_path, "a", 7, path.touch, deadline_s=0.0)  # type: ignore[arg-type]
         path.write_bytes(b"experts")
 
-    open_shared_file(tmp_path, "a", 7, slow, deadline_s=DEADLINE_S).close()
+    open_host_file(tmp_path, "a", 7, slow, deadline_s=DEADLINE_S).close()

@@ -9,8 +9,7 @@ import torch
 
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
-from models.experts.expert_store import ResidentStore
-from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
+from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor, PredictedRouting
 from models.prediction.nearest_ids import NearestIds
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.routing_profile import (
@@ -23,7 +22,7 @@ from models.prediction.routing_profile import (
     train_estimator,
 )
 from models.weights.checkpoint import check_checkpoint
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, resident_store
 from tests.support.tiny_models import Checkpoints, prompts, set_config
 
 LAYERS = 4
@@ -31,7 +30,7 @@ LAYERS = 4
 
 def collected(folder: Path, rows: int = 24) -> tuple[LocalModel, RoutingProfile]:
     local = LocalModel.load(folder, dtype="float32")
-    store = ResidentStore(local.experts[0])
+    store = resident_store(local.experts[0])
     texts = prompts(7, [60] * rows)
     return local, ProfileBuilder(local.attention, store, texts).profile()
 
@@ -93,21 +92,21 @@ def half(tiny_checkpoint: Checkpoints) -> AttentionHalf:
 
 def test_confidence_combines_predictions_of_tokens(half: AttentionHalf) -> None:
     predictor = ExpertPredictor(half, None)
-    predictor.before.by_layer[1] = [0.8, 0.5, 0.1]
-    predicted = predictor.before.predicted_experts(1, [[4, 2, 0], [2, 4, 1]])
+    predictor.precision[1] = [0.8, 0.5, 0.1]
+    predicted = predictor.experts(PredictedRouting(1, [[4, 2, 0], [2, 4, 1]]))
     found = [(each.expert, round(each.confidence, 3)) for each in predicted]
     assert found == [(4, 0.9), (2, 0.9), (0, 0.1), (1, 0.1)]
 
 
 def test_precision_follows_actual_experts(half: AttentionHalf) -> None:
     predictor = ExpertPredictor(half, None)
-    before = list(predictor.before.by_layer[1])
+    before = list(predictor.precision[1])
     for _ in range(400):
-        predictor.before.update(1, [[0, 1, 2]], torch.tensor([[0, 3, 4]]))
-    assert predictor.before.by_layer[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
-    assert predictor.before.by_layer[2] == before
-    predictor.before.update(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
-    assert predictor.before.by_layer[2] == before, "rows that were not computed do not count"
+        predictor.update(PredictedRouting(1, [[0, 1, 2]]), torch.tensor([[0, 3, 4]]))
+    assert predictor.precision[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
+    assert predictor.precision[2] == before
+    predictor.update(PredictedRouting(2, [[0, 1, 2]] * 3), torch.tensor([[0, 3, 4]]))
+    assert predictor.precision[2] == before, "rows that were not computed do not count"
 
 
 def test_long_prompt_is_subsampled(half: AttentionHalf) -> None:
@@ -119,9 +118,9 @@ def test_long_prompt_is_subsampled(half: AttentionHalf) -> None:
     assert found is not None
     ids = found.ids
     assert MAX_ROWS // 2 < len(ids) <= MAX_ROWS
-    before = list(predictor.before.by_layer[1])
-    predictor.before.update(1, ids, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
-    assert predictor.before.by_layer[1] != before
+    before = list(predictor.precision[1])
+    predictor.update(found, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
+    assert predictor.precision[1] != before
 
 
 def test_router_prediction_applies_next_router_to_current_state(half: AttentionHalf) -> None:
@@ -162,7 +161,7 @@ def test_profiled_tokens_predict_first_layer(tiny_checkpoint: Checkpoints) -> No
     assert found.layer == local.spec.moe_layers[0]
     assert found.ids == profile.tokens_VK[[5, 9]].tolist()
     layer = local.spec.moe_layers[1]
-    assert predictor.before.by_layer[layer] == profile.precision["fitted"][1].tolist()
+    assert predictor.precision[layer] == profile.precision["fitted"][1].tolist()
     means = {kind: float(profile.precision[kind][1:].mean()) for kind in PREDICTOR_KINDS}
     assert means["fitted"] > means["router"] + 0.02, means
     even = local.spec.top_k / local.spec.num_experts

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,40 +17,43 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction.bounded_counts import BoundedCounts, PathSample, RoutingPaths, merge_samples
-from models.prediction.profile_file import checkpoint_digest, write_arrays
+from models.prediction.profile_file import write_arrays
 from models.prediction.routing_counts import (
     COUNT_LIMITS,
     MIN_TOKENS,
-    CountedModel,
+    BoundedCounts,
     CountLimits,
+    PathSample,
     RoutingCounter,
     RoutingCounts,
+    RoutingPaths,
+    merge_samples,
 )
 from models.prediction.routing_profile import RoutingProfile
 from models.spec.model import read_spec
-from models.text.tokenizer_files import tokenizer_digest
 
+FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
+SPEC = read_spec(FOLDER)
 E, K, V = 6, 2, 40
 LAYERS = (1, 2, 4)
-OF = CountedModel(b"c" * 32, b"t" * 32, LAYERS, E, K, V)
+OF = msgspec.structs.replace(SPEC, num_experts=E, top_k=K, vocab_size=V, moe_layers=LAYERS)
 Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def tokens(count: int, seed: int, of: CountedModel = OF) -> Tokens:
+def tokens(count: int, seed: int) -> Tokens:
     """Return ids, and paths that depend on them."""
     random = np.random.default_rng(seed)
-    ids_T2 = random.integers(0, of.vocab_size, (count, 2))
+    ids_T2 = random.integers(0, V, (count, 2))
     ids_T2[::7, 1] = -1
-    scores = random.random((count, len(of.moe_layers), of.num_experts))
-    scores[np.arange(count), :, ids_T2[:, 0] % of.num_experts] += 0.5
-    return ids_T2, np.argsort(-scores, axis=2)[:, :, : of.top_k]
+    scores = random.random((count, len(LAYERS), E))
+    scores[np.arange(count), :, ids_T2[:, 0] % E] += 0.5
+    return ids_T2, np.argsort(-scores, axis=2)[:, :, :K]
 
 
 def counted(
     given_: Tokens, limits: CountLimits = COUNT_LIMITS, *, step: int = 1000
 ) -> RoutingCounts:
-    counter = RoutingCounter(OF, limits)
+    counter = RoutingCounter(FOLDER, OF, limits)
     for start in range(0, len(given_[0]), step):
         counter.add(given_[0][start : start + step], given_[1][start : start + step])
     return counter.counts()
@@ -171,17 +175,12 @@ def test_merged_sample_weights_parts_by_tokens() -> None:
     assert 60 <= (large.ids_P2[:, 0] < 1000).sum() <= 90
 
 
-FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
-SPEC = read_spec(FOLDER)
 E2, K2, V2 = SPEC.num_experts, SPEC.top_k, SPEC.vocab_size
 
 
 def counts_of(tokens: int = 1200, seed: int = 0) -> RoutingCounts:
     random = np.random.default_rng(seed)
-    of = CountedModel(
-        checkpoint_digest(FOLDER), tokenizer_digest(FOLDER), SPEC.moe_layers, E2, K2, V2
-    )
-    counter = RoutingCounter(of)
+    counter = RoutingCounter(FOLDER, SPEC)
     paths = np.argsort(random.random((tokens, len(SPEC.moe_layers), E2)), axis=2)[:, :, :K2]
     counter.add(random.integers(0, V2, (tokens, 2)), paths)
     return counter.counts()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.spec.known_models import find_known_model, known_model_names
+from models.spec.config_fields import find_known_model, known_model_names
 from models.spec.layer_spec import LatentSpec, RoutingSpec
 from models.spec.model import ClampSpec, ModelSpec, kv_entry_shapes, read_spec
 from models.weights.checkpoint import check_checkpoint

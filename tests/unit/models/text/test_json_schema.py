@@ -7,8 +7,7 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from models.text.grammar import CompileRequest, grammar_tokenizer, new_matcher
-from models.text.grammar_process import compile_source
+from models.text.grammar import CompileRequest, compile_source, grammar_tokenizer, new_matcher
 from models.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import write_byte_level
 

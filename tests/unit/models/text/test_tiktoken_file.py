@@ -10,9 +10,8 @@ import pytest
 import regex  # type: ignore[import-untyped]
 
 from contracts.errors import CheckpointError
-from models.text.tiktoken_file import PATTERNS
 from models.text.tokenizer import Tokenizer
-from models.text.tokenizer_files import tokenizer_digest
+from models.text.tokenizer_files import PATTERNS, tokenizer_digest
 from tests.support.one_line_errors import one_line_error
 
 TEXTS = [
