@@ -20,7 +20,7 @@ import torch
 from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.link import Link, PayloadLayout
-from actors.channels.segments import FLAG_BYTES, SegmentAllocator, SegmentMemory, releaser
+from actors.channels.shm import FLAG_BYTES, SegmentAllocator, SegmentMemory, releaser
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority

@@ -31,10 +31,9 @@ from actors.channels.base import (
     spec_of,
 )
 from actors.channels.handshake import Identity
-from actors.channels.heartbeat import HeartbeatThread
+from actors.channels.heartbeat import HeartbeatThread, LoopWatchdog
 from actors.channels.link import CallArea, Link, LinkSockets, Reservation
 from actors.channels.link_setup import LinkSetup
-from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerDeadError, PeerError

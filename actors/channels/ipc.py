@@ -39,15 +39,17 @@ from actors.channels.cuda import (
 )
 from actors.channels.link import Link, LinkSockets, PayloadLayout, Reservation, encode, lay_out
 from actors.channels.listener import listen_unix
-from actors.channels.segments import (
+from actors.channels.shm import (
     FLAG_BYTES,
+    Announce,
+    Payload,
     PayloadLocation,
     SegmentMemory,
+    SharedMemoryLink,
     check_memfd,
     create_memfd,
     releaser,
 )
-from actors.channels.shm import Announce, Payload, SharedMemoryLink
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError

@@ -16,8 +16,8 @@ import pytest
 
 from actors.channels import handshake, listener
 from actors.channels.handshake import Identity
+from actors.channels.heartbeat import LoopWatchdog
 from actors.channels.listener import dial
-from actors.channels.loop_watchdog import LoopWatchdog
 from actors.gather.weight_link import PURPOSE
 from actors.rpc.client_server import ClientServer
 from contracts.clock import monotonic_s

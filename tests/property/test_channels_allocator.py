@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.channels.segments import (
+from actors.channels.shm import (
     FLAG_BYTES,
     IDLE_S,
     FirstFit,

@@ -18,7 +18,7 @@ from actors.channels import tcp
 from actors.channels.base import Packet, TensorSpec
 from actors.channels.factory import spin_seconds
 from actors.channels.link import LinkSockets, PayloadFrame, encode
-from actors.channels.segments import IDLE_S, check_memfd, create_memfd
+from actors.channels.shm import IDLE_S, check_memfd, create_memfd
 from actors.channels.tcp import (
     BEST_EFFORT_INTERVAL,
     DIRECT_BYTES,

@@ -16,7 +16,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.channels.heartbeat import HeartbeatMonitor, HeartbeatThread
+from actors.channels.heartbeat import (
+    MAX_CHECK_S,
+    EventLoopWatchdog,
+    HeartbeatMonitor,
+    HeartbeatThread,
+    LoopWatchdog,
+)
 from actors.channels.link import FrameSocket
 from actors.channels.local_process import (
     STOPPED_FACTOR,
@@ -27,7 +33,6 @@ from actors.channels.local_process import (
     is_hung,
     kill_process,
 )
-from actors.channels.loop_watchdog import MAX_CHECK_S, EventLoopWatchdog, LoopWatchdog
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError
 from tests.support.channels_support import nothing_leaks  # noqa: F401
