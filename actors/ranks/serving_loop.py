@@ -18,15 +18,14 @@ from typing import NamedTuple
 import torch
 from llguidance import LLTokenizer
 
-from actors.batching.admission import RankAdmission
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.grammar_matcher import GrammarMatchers
 from actors.batching.observer import Observer
-from actors.batching.scheduler import Scheduler
+from actors.batching.scheduler import RankAdmission, Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence import failure_reply, logged_failure_reply
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.engine.executor import Executor
 from actors.ranks.rank import RankDrain, RankLoop
 from actors.rpc.client_server import ClientMessage, ClientServer

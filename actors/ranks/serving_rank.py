@@ -16,12 +16,11 @@ import msgspec
 import torch
 from llguidance import LLTokenizer
 
-from actors.batching.admission import QueueDrain, RankAdmission
-from actors.batching.observer import BatchTraces
+from actors.batching.observer import BatchTraces, QueueDrain
+from actors.batching.scheduler import RankAdmission
 from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
+from actors.kv.block_manager import BlockManager, StateSlots
 from actors.ranks.activation_pass import activation_bytes, batch_limit
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import ServingLoop, ServingParts

@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.batching.admission import RankAdmission
 from actors.batching.batch_builder import ScheduledBatch
-from actors.batching.scheduler import Scheduler
+from actors.batching.scheduler import RankAdmission, Scheduler
 from actors.batching.sequence import SHARED_BATCHES, Sequence
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
+from actors.kv.block_manager import BlockManager, StateSlots
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
