@@ -117,9 +117,10 @@ def test_client_without_http_is_disconnected_and_others_are_served(
     exporting: Exporting, sent: bytes
 ) -> None:
     with exporting.connect() as strange:
-        strange.sendall(sent)
-        strange.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):  # what it has sent was not all read
+        with contextlib.suppress(OSError):  # the server may close before it has read all of it
+            strange.sendall(sent)
+            strange.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
             while strange.recv(1 << 16):
                 pass
     assert exporting.get().status_code == 200
