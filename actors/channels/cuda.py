@@ -175,10 +175,8 @@ class DeviceBuffers:
         self.segments = SegmentAllocator(segment_bytes, self._new_memory)
         self.releases = ReleaseQueue(device)
 
-    def allocate(self, parts: Sequence[TensorSpec], layout: PayloadLayout) -> DeviceBuffer | None:
-        """Return memory for a payload, or None if it has no bytes. Raises ChannelError."""
-        if not layout.num_bytes:
-            return None
+    def allocate(self, parts: Sequence[TensorSpec], layout: PayloadLayout) -> DeviceBuffer:
+        """Return memory for a payload. Raises ChannelError."""
         self.releases.settle()
         place = self.segments.allocate(layout.num_bytes)
         memory = self.segments.memory(place.segment)

@@ -129,12 +129,15 @@ class PayloadLayout(msgspec.Struct, frozen=True):
 
 
 def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
-    """Place the parts one after the other at multiples of 64 bytes."""
+    """Place the parts one after the other at multiples of 64 bytes.
+
+    A payload without bytes has a place as well.
+    """
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)
         end += -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return PayloadLayout(tuple(offsets), end)
+    return PayloadLayout(tuple(offsets), max(end, ALIGNMENT_BYTES))
 
 
 @dataclass(slots=True, eq=False)
@@ -160,12 +163,6 @@ class PayloadFrame(msgspec.Struct, frozen=True, array_like=True):
 
 decode_payload = msgspec.msgpack.Decoder(PayloadFrame).decode
 encode = msgspec.msgpack.Encoder().encode
-
-
-def empty_tensors(
-    parts: Sequence[TensorSpec], device: torch.device | None = None
-) -> list[torch.Tensor]:
-    return [torch.empty(part.shape, dtype=part.torch_dtype, device=device) for part in parts]
 
 
 class Views:

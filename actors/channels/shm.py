@@ -40,7 +40,6 @@ from actors.channels.link import (
     LinkSockets,
     Reservation,
     Views,
-    empty_tensors,
     encode,
     lay_out,
 )
@@ -288,7 +287,7 @@ class ShmEndpoint(Endpoint):
         return listen_unix()
 
     def _join(self, link_sockets: LinkSockets) -> Link:
-        return SharedMemoryLink(link_sockets, self.config, self.clock, self.device)
+        return SharedMemoryLink(link_sockets, self.config, self.clock)
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -301,7 +300,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag=1):
     header: Header
     parts: tuple[TensorSpec, ...]
-    place: PayloadLocation | None  # None: the payload has no bytes
+    place: PayloadLocation
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -321,11 +320,8 @@ _decode = msgspec.msgpack.Decoder(_Message).decode
 class SharedMemoryLink(FrameLink):
     """Link over host shared memory. `ipc.IpcLink` replaces the methods at the end."""
 
-    def __init__(
-        self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
-    ) -> None:
+    def __init__(self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock) -> None:
         super().__init__(link_sockets, clock, _decode)
-        self._device = device
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
         self._area_memory: SegmentMemory | None = None  # of a call area without its event
@@ -333,8 +329,6 @@ class SharedMemoryLink(FrameLink):
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
         layout = lay_out(parts)
-        if not layout.num_bytes:
-            return Reservation(self.peer, parts, layout, empty_tensors(parts, self._device))
         place = self._segments.allocate(layout.num_bytes)
         views = self._segments.memory(place.segment).views
         tensors = views.cut(parts, layout, place.offset_bytes)
@@ -380,17 +374,12 @@ class SharedMemoryLink(FrameLink):
         return None
 
     def _packet(self, message: Payload) -> Packet:
-        place, parts, now_s = message.place, message.parts, self._clock()
-        layout = lay_out(parts)
-        if place is None:
-            return Packet(
-                self.peer, message.header, empty_tensors(parts, self._device), now_s, None
-            )
+        place, layout = message.place, lay_out(message.parts)
         memory = self._peer_segments.memory(place, layout.num_bytes)
-        tensors = memory.views.cut(parts, layout, place.offset_bytes)
+        tensors = memory.views.cut(message.parts, layout, place.offset_bytes)
         self.received_bytes += layout.num_bytes
         release = self._releaser(memory, place.slot)
-        return Packet(self.peer, message.header, tensors, now_s, release)
+        return Packet(self.peer, message.header, tensors, self._clock(), release)
 
     def _map_area(self, message: AnnounceArea) -> None:
         if self.opened_area is not None:
