@@ -194,12 +194,12 @@ class HeartbeatThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-heartbeat", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def add(self, link: Link) -> None:
+        """Check a link from now on. The first one starts the thread."""
         with self._lock:
             self._links.append(link)
+            if self._thread.ident is None and not self._stopping:
+                self._thread.start()
         self._wake.set()
 
     def remove(self, link: Link) -> None:
@@ -208,7 +208,8 @@ class HeartbeatThread:
                 self._links.remove(link)
 
     def close(self, deadline_s: float) -> None:
-        self._stopping = True
+        with self._lock:
+            self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)

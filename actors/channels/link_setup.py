@@ -59,11 +59,9 @@ class _PendingSocket(msgspec.Struct, frozen=True):
     """
 
     sock: socket.socket
-    name: str
-    epoch: int
-    purpose: str
+    remote: Remote
+    extra: _Extra
     since_s: float
-    clock_offset_s: float
 
 
 class LinkSetup:
@@ -188,36 +186,29 @@ class LinkSetup:
     def _on_accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keep the first socket of a link, join with the second. Runs on a handshake thread."""
         extra = _extra(remote)
-        arrived = _PendingSocket(
-            sock,
-            remote.name,
-            remote.epoch or 0,
-            remote.purpose,
-            monotonic_s(),
-            extra.clock_offset_s,
-        )
+        arrived = _PendingSocket(sock, remote, extra, monotonic_s())
         with self._lock:
             self._close_expired()
             other = self._pending.pop(extra.link_id, None)
             if other is None and not self._closed:
                 self._pending[extra.link_id] = arrived
                 return
-        sockets = {one.purpose: one.sock for one in (arrived, other) if one is not None}
-        is_one = other is not None and (other.name, other.epoch) == (arrived.name, arrived.epoch)
-        if other is None or not is_one or sockets.keys() != {_DATA, _HEARTBEAT}:
-            for one in (arrived, other):
-                if one is not None:
-                    one.sock.close()
+        pair = [arrived] if other is None else [arrived, other]
+        sockets = {one.remote.purpose: one.sock for one in pair}
+        senders = {(one.remote.name, one.remote.epoch) for one in pair}
+        if len(senders) > 1 or sockets.keys() != {_DATA, _HEARTBEAT}:
+            for one in pair:
+                one.sock.close()
             return
         self._joined(
             LinkSockets(
-                peer=arrived.name,
+                peer=remote.name,
                 data=sockets[_DATA],
                 heartbeat=sockets[_HEARTBEAT],
                 initiator=False,
                 offer=extra.offer,
-                clock_offset_s=arrived.clock_offset_s or other.clock_offset_s,
-                epoch=arrived.epoch,
+                clock_offset_s=sum(one.extra.clock_offset_s for one in pair),
+                epoch=remote.epoch or 0,
             )
         )
 

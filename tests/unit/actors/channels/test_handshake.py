@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -237,10 +238,11 @@ class Crowd:
     def __init__(self) -> None:
         self.gate = PendingHandshakes("rank")
         self.cut: list[str] = []
-        self.numbers: dict[str, int] = {}
+        self.socks: dict[str, Mock] = {}
 
     def enter(self, address: str, name: str) -> None:
-        self.numbers[name] = self.gate.enter(address, lambda: self.cut.append(name))
+        sock = self.socks[name] = Mock(shutdown=lambda how: self.cut.append(name))
+        self.gate.enter(sock, address)
 
     def fill(self, address: str, count: int) -> None:
         for number in range(count):
@@ -254,7 +256,7 @@ def test_address_at_its_limit_loses_its_own_oldest() -> None:
     assert crowd.cut == []
     crowd.enter("10.0.0.1", "newest")
     assert crowd.cut == ["10.0.0.1 0"]
-    assert len(crowd.gate._waiting) == MAX_PER_ADDRESS + 1
+    assert len(crowd.gate._addresses) == MAX_PER_ADDRESS + 1
 
 
 def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
@@ -266,18 +268,18 @@ def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
     assert crowd.cut == []
     crowd.enter("10.0.0.2", "newest")
     assert crowd.cut == ["10.0.0.1 0"]
-    assert len(crowd.gate._waiting) == MAX_UNPROVEN
+    assert len(crowd.gate._addresses) == MAX_UNPROVEN
 
 
 def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
     crowd = Crowd()
     crowd.enter("10.0.0.1", "peer")
-    assert crowd.gate.leave(crowd.numbers["peer"])
+    assert crowd.gate.leave(crowd.socks["peer"])
     crowd.fill("10.0.0.1", MAX_PER_ADDRESS + 1)
     assert crowd.cut == ["10.0.0.1 0"]
-    assert not crowd.gate.leave(crowd.numbers["10.0.0.1 0"])
-    assert crowd.gate.leave(crowd.numbers["10.0.0.1 1"])
-    assert len(crowd.gate._waiting) == MAX_PER_ADDRESS - 1
+    assert not crowd.gate.leave(crowd.socks["10.0.0.1 0"])
+    assert crowd.gate.leave(crowd.socks["10.0.0.1 1"])
+    assert len(crowd.gate._addresses) == MAX_PER_ADDRESS - 1
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class Ward:
         self.heartbeat = HeartbeatThread(
             "attention-0", CONFIG, self.clock, lambda _, error: self.lost.append(error), self.loop
         )
-        self.heartbeat.add(self.link)  # type: ignore[arg-type]
+        self.heartbeat._links.append(self.link)  # type: ignore[arg-type]
 
     def tick(self, seconds: float, *, stopped_s: float = 0.0) -> None:
         self.clock.advance(seconds)
