@@ -1,4 +1,4 @@
-"""Observation and control of a serving loop: traces, due times, and the rate of its queue."""
+"""Observation and control of a serving loop: traces, due times and admission."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from actors.rpc.client_server import ClientMessage
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.config import PriorityConfig
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, OverloadError, RequestError, TooLongError
 from contracts.logs import Line, log_lines
 from contracts.messages import Event, Submit
-from contracts.requests import Priority
+from contracts.requests import (
+    INT64,
+    MAX_LOGPROBS,
+    Priority,
+    check_ids,
+    check_integer,
+    check_lengths,
+    check_sampling,
+)
 from contracts.traces import MAX_NAMES, BatchSpan
 from planner.scheduling.batching import Phase
 from planner.scheduling.measured_rates import BACKLOG, DrainRate, retry_after_s
@@ -230,14 +238,47 @@ def _due_s(sequence: Sequence) -> float:
     return sequence.due_s if idle else math.inf
 
 
-class QueueDrain(Observer):
-    """Rate at which sequences start, by class, while enough of them wait to measure it."""
+class AdmissionLimits(NamedTuple):
+    """Limits of a rank."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
-        self._scheduler, self._clock = scheduler, clock
+    rank: str
+    vocabulary: int
+    max_context_tokens: int
+    pool_tokens: int
+    max_waiting: int
+
+
+class RankAdmission(Observer):
+    """Checks requests, and measures how fast sequences start, by class, for Retry-After.
+
+    The rate is measured while enough of them wait.
+    """
+
+    def __init__(self, limits: AdmissionLimits, scheduler: Scheduler, clock: Clock) -> None:
+        self._limits, self._scheduler, self._clock = limits, scheduler, clock
         self._rates = {priority: DrainRate() for priority in Priority}
         self._started = dict.fromkeys(Priority, 0)  # in all
         self._is_backlog = dict.fromkeys(Priority, False)
+
+    def check(self, client: int, submit: Submit) -> None:
+        """Raise RequestError, OverloadError or TooLongError."""
+        if self._scheduler.has((client, submit.request_id)):
+            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
+        self._check_fields(submit)
+        self._check_queue(client, submit)
+        rank, _, max_context_tokens, pool_tokens, _ = self._limits
+        tokens = len(submit.token_ids)
+        if submit.sampling is not None:
+            most = submit.prompt_tokens + submit.sampling.max_tokens
+            tokens = min(most, max_context_tokens)
+        fits = 0 < len(submit.token_ids) <= max_context_tokens - bool(submit.generated)
+        if not fits or tokens > pool_tokens:
+            limit = min(pool_tokens, max_context_tokens)
+            raise TooLongError(
+                f"{tokens} tokens do not fit {rank}'s {limit} tokens; shorten the prompt "
+                "or raise kv.pool_tokens",
+                "prompt",
+            )
 
     def retry_after_s(self, priority: Priority, excess: int) -> float:
         """Return the time until `excess` more sequences of that class have started."""
@@ -259,3 +300,35 @@ class QueueDrain(Observer):
             if started:
                 self._rates[priority].leave(started, self._clock(), last=not enough)
                 self._is_backlog[priority] = enough
+
+    def _check_queue(self, client: int, submit: Submit) -> None:
+        """Bound the queue of each class so that no request or class fills it for others.
+
+        Beyond max_waiting, the first sequence of each request is still accepted, up to twice as
+        many in all. Sequences that another rank started are always accepted.
+        """
+        priority, limit = submit.priority, self._limits.max_waiting
+        waiting = self._scheduler.num_waiting(priority)
+        if waiting < limit or submit.generated:
+            return
+        if self._scheduler.has_others(client, submit) or waiting >= 2 * limit:
+            raise OverloadError(
+                f"{self._limits.rank}: {waiting} {priority.name} sequences wait, the limit is "
+                f"{limit} (schedule.max_waiting)",
+                self.retry_after_s(priority, waiting - limit + 1),
+            )
+
+    def _check_fields(self, submit: Submit) -> None:
+        """Repeat the HTTP checks: one bad value must not break a whole batch."""
+        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
+            check_ids(field, ids or (), self._limits.vocabulary)
+        if submit.score_from is not None:
+            check_integer("score_from", submit.score_from, 1, INT64 - 1)
+        check_integer("score_top", submit.score_top, 0, MAX_LOGPROBS)
+        if submit.sampling is not None:
+            check_integer("max_tokens", submit.sampling.max_tokens, 1, INT64 - 1)
+            check_sampling(submit.sampling, self._limits.vocabulary)
+            check_lengths(submit.sampling)
+        most = 0 if submit.sampling is None else submit.sampling.max_tokens - 1
+        most = min(most, max(0, len(submit.token_ids) - 1))
+        check_integer("generated", submit.generated, 0, most)

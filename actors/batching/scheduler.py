@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
-from typing import NamedTuple
 
 from actors.batching.batch_builder import BatchBuilder, PrefixEstimator, ScheduledBatch, upcoming
 from actors.batching.sequence import (
@@ -32,20 +31,11 @@ from actors.batching.sequence import (
 )
 from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
-from contracts.errors import NotFiniteError, OverloadError, RequestError, TooLongError
+from contracts.errors import NotFiniteError
 from contracts.messages import Submit
-from contracts.requests import (
-    INT64,
-    MAX_LOGPROBS,
-    Priority,
-    check_ids,
-    check_integer,
-    check_lengths,
-    check_sampling,
-)
+from contracts.requests import Priority
 from planner.scheduling.batching import ALL, BatchSelection, Phase, WaitingWork
 from planner.scheduling.fair_queue import FairQueue
-from planner.scheduling.measured_rates import SHORTEST_S
 
 
 class Scheduler:
@@ -111,6 +101,10 @@ class Scheduler:
 
     def has(self, key: SequenceKey) -> bool:
         return key in self._by_key
+
+    def has_others(self, client: int, submit: Submit) -> bool:
+        """Return whether sequences of the same request wait or run."""
+        return self.sequence_counts.count(owner_of(client, submit)) > 0
 
     def add(self, sequence: Sequence) -> None:
         self.changes += 1
@@ -361,65 +355,3 @@ class Scheduler:
 def is_of_form(sequence: Sequence, form: BatchSelection) -> bool:
     """Return whether a running sequence may be in a batch of that form."""
     return form.phase in (None, sequence.phase) and sequence.priority in form.priorities
-
-
-class RankAdmission(NamedTuple):
-    """Limits of a rank. retry_after_s: time until that many waiting sequences have started."""
-
-    rank: str
-    vocabulary: int
-    max_context_tokens: int
-    pool_tokens: int
-    max_waiting: int
-    retry_after_s: Callable[[Priority, int], float] = lambda priority, excess: SHORTEST_S
-
-    def check(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
-        """Raise RequestError, OverloadError or TooLongError."""
-        if scheduler.has((client, submit.request_id)):
-            raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
-        self._check_fields(submit)
-        self._check_queue(client, submit, scheduler)
-        tokens = len(submit.token_ids)
-        if submit.sampling is not None:
-            most = submit.prompt_tokens + submit.sampling.max_tokens
-            tokens = min(most, self.max_context_tokens)
-        fits = 0 < len(submit.token_ids) <= self.max_context_tokens - bool(submit.generated)
-        if not fits or tokens > self.pool_tokens:
-            limit = min(self.pool_tokens, self.max_context_tokens)
-            raise TooLongError(
-                f"{tokens} tokens do not fit {self.rank}'s {limit} tokens; shorten the prompt "
-                "or raise kv.pool_tokens",
-                "prompt",
-            )
-
-    def _check_queue(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
-        """Bound the queue of each class so that no request or class fills it for others.
-
-        Beyond max_waiting, the first sequence of each request is still accepted, up to twice as
-        many in all. Sequences that another rank started are always accepted.
-        """
-        priority, limit = submit.priority, self.max_waiting
-        waiting = scheduler.num_waiting(priority)
-        if waiting < limit or submit.generated:
-            return
-        if scheduler.sequence_counts.count(owner_of(client, submit)) or waiting >= 2 * limit:
-            raise OverloadError(
-                f"{self.rank}: {waiting} {priority.name} sequences wait, the limit is {limit} "
-                "(schedule.max_waiting)",
-                self.retry_after_s(priority, waiting - limit + 1),
-            )
-
-    def _check_fields(self, submit: Submit) -> None:
-        """Repeat the HTTP checks: one bad value must not break a whole batch."""
-        for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
-            check_ids(field, ids or (), self.vocabulary)
-        if submit.score_from is not None:
-            check_integer("score_from", submit.score_from, 1, INT64 - 1)
-        check_integer("score_top", submit.score_top, 0, MAX_LOGPROBS)
-        if submit.sampling is not None:
-            check_integer("max_tokens", submit.sampling.max_tokens, 1, INT64 - 1)
-            check_sampling(submit.sampling, self.vocabulary)
-            check_lengths(submit.sampling)
-        most = 0 if submit.sampling is None else submit.sampling.max_tokens - 1
-        most = min(most, max(0, len(submit.token_ids) - 1))
-        check_integer("generated", submit.generated, 0, most)

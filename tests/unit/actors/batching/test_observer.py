@@ -11,11 +11,12 @@ from actors.batching.observer import (
     FLUSH_AFTER_S,
     MARGIN_PASSES,
     MAX_RIDE_PASSES,
+    AdmissionLimits,
     BatchTraces,
     DecodeCoalescer,
-    QueueDrain,
+    RankAdmission,
 )
-from actors.batching.scheduler import RankAdmission, Scheduler
+from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
 from actors.telemetry.telemetry import Timeline
@@ -158,22 +159,21 @@ class Queue:
 
     def __init__(self, max_waiting: int) -> None:
         self.clock = ManualClock(50.0)
-        limits = ScheduleConfig(max_batch_sequences=4, max_batch_tokens=64)
-        self.scheduler = Scheduler(limits, BlockManager(64, prefix_cache=False))
-        self.drain = QueueDrain(self.scheduler, self.clock)
-        retry_after_s = self.drain.retry_after_s
-        self.admission = RankAdmission("rank", 100, 100, 1024, max_waiting, retry_after_s)
+        schedule = ScheduleConfig(max_batch_sequences=4, max_batch_tokens=64)
+        self.scheduler = Scheduler(schedule, BlockManager(64, prefix_cache=False))
+        limits = AdmissionLimits("rank", 100, 100, 1024, max_waiting)
+        self.admission = RankAdmission(limits, self.scheduler, self.clock)
         self._numbers = itertools.count()
 
     def retry_after_s(self) -> float | None:
         """Return Retry-After; None: the request was queued."""
         number = next(self._numbers)
         try:
-            self.admission.check(0, submit(number), self.scheduler)
+            self.admission.check(0, submit(number))
         except OverloadError as error:
             return error.retry_after_s
         sequence = Sequence((0, number), submit(number), BLOCK)
-        self.drain.accepted(sequence)
+        self.admission.accepted(sequence)
         self.scheduler.add(sequence)
         return None
 
@@ -181,7 +181,7 @@ class Queue:
         for _ in range(batches):
             batch = self.scheduler.next_batch()
             assert batch is not None
-            self.drain.formed(batch)
+            self.admission.formed(batch)
             self.clock.advance(seconds_each)
             for chunk in batch.chunks:
                 chunk.sequence.done = True
@@ -197,11 +197,13 @@ def test_retry_after_is_excess_over_start_rate() -> None:
         rank.retry_after_s()
     retry_s = rank.retry_after_s()
     assert retry_s == SHORTEST_S, "one too many: in half a second there is a place"
-    rate = rank.drain._rates[LS].per_second(rank.clock())
+    rate = rank.admission._rates[LS].per_second(rank.clock())
     assert rate is not None
     assert rate == pytest.approx(2.0, rel=0.4)
-    assert rank.drain.retry_after_s(LS, 100) == pytest.approx(100 / rate)
-    assert rank.drain.retry_after_s(Priority.BE, 100) == SHORTEST_S, "of a class that has not run"
+    assert rank.admission.retry_after_s(LS, 100) == pytest.approx(100 / rate)
+    assert rank.admission.retry_after_s(Priority.BE, 100) == SHORTEST_S, (
+        "of a class that has not run"
+    )
 
 
 # --- traces
