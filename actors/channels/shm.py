@@ -240,19 +240,14 @@ class FirstFit:
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        self._starts = [0]  # of the free gaps, ascending; gaps never touch each other
-        self._ends = [size]
+        self._gaps = [(0, size)]  # [start, end), ascending; they never touch each other
         self._sizes: dict[int, int] = {}  # offset -> size, of what is allocated
 
     def allocate(self, size: int) -> int | None:
         """Return the lowest offset with `size` > 0 free bytes, or None."""
-        for index, start in enumerate(self._starts):
-            end = self._ends[index]
+        for index, (start, end) in enumerate(self._gaps):
             if end - start >= size:
-                if end - start == size:
-                    del self._starts[index], self._ends[index]
-                else:
-                    self._starts[index] = start + size
+                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
                 self._sizes[start] = size
                 self.used += size
                 return start
@@ -262,20 +257,14 @@ class FirstFit:
         """Free an allocated offset. Raises KeyError."""
         size = self._sizes.pop(offset)
         self.used -= size
-        end = offset + size
-        index = bisect_right(self._starts, offset)  # the first gap above
-        joins_below = index > 0 and self._ends[index - 1] == offset
-        joins_above = index < len(self._starts) and self._starts[index] == end
-        if joins_below and joins_above:
-            self._ends[index - 1] = self._ends.pop(index)
-            del self._starts[index]
-        elif joins_below:
-            self._ends[index - 1] = end
-        elif joins_above:
-            self._starts[index] = offset
-        else:
-            self._starts.insert(index, offset)
-            self._ends.insert(index, end)
+        start, end = offset, offset + size
+        index = bisect_right(self._gaps, (offset, 0))  # the first gap above
+        if index < len(self._gaps) and self._gaps[index][0] == end:
+            end = self._gaps.pop(index)[1]
+        if index and self._gaps[index - 1][1] == start:
+            index -= 1
+            start = self._gaps.pop(index)[0]
+        self._gaps.insert(index, (start, end))
 
 
 class ShmEndpoint(Endpoint):
@@ -308,9 +297,9 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class AnnounceArea(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A call area: its memory comes with this frame, its event with the next one of the kind."""
+    """A call area: its memory and its event come with this frame."""
 
-    num_bytes: int = 0
+    num_bytes: int
 
 
 _Message = Announce | Payload | Withdraw | AnnounceArea
@@ -324,7 +313,6 @@ class SharedMemoryLink(FrameLink):
         super().__init__(link_sockets, clock, _decode)
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
-        self._area_memory: SegmentMemory | None = None  # of a call area without its event
 
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
@@ -343,8 +331,7 @@ class SharedMemoryLink(FrameLink):
         fd, event = create_memfd(num_bytes), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             area = CallArea(self.peer, map_memfd(fd, num_bytes).views.memory, event)
-            self._frames.send(encode(AnnounceArea(num_bytes)), fd)
-            self._frames.send(encode(AnnounceArea()), event)
+            self._frames.send(encode(AnnounceArea(num_bytes)), fd, event)
         except BaseException:
             os.close(event)
             raise
@@ -384,11 +371,8 @@ class SharedMemoryLink(FrameLink):
     def _map_area(self, message: AnnounceArea) -> None:
         if self.opened_area is not None:
             raise PeerError(f"{self.peer} opened a call area twice", self.peer)
-        if self._area_memory is None:
-            self._area_memory = self._map_memfd(message.num_bytes)
-        else:
-            memory, self._area_memory = self._area_memory, None
-            self.opened_area = CallArea(self.peer, memory.views.memory, self._frames.take_fd())
+        memory = self._map_memfd(message.num_bytes).views.memory
+        self.opened_area = CallArea(self.peer, memory, self._frames.take_fd())
 
     # --- replaced for device memory
 
