@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from actors.batching.sequence import BatchBudget, Sequence
-from actors.kv.block_manager import BlockManager, BlockPrefix
-from actors.kv.state_slots import checkpoint_places
+from actors.kv.block_manager import BlockManager, BlockPrefix, checkpoint_places
 from contracts.clock import monotonic_s
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy, SequenceSlice
@@ -34,7 +33,7 @@ class ScheduledBatch(NamedTuple):
 
     sources: blocks with a reference of the batch's own, because chunks copy from them. slots: of
     states, likewise, with the new checkpoints. due_s: earliest due time of a next token. phase: of
-    all chunks; None: mixed.
+    all chunks; None: mixed. formed_s: when it was formed, on the rank's clock.
     """
 
     number: int
@@ -44,6 +43,7 @@ class ScheduledBatch(NamedTuple):
     slots: tuple[int, ...] = ()
     due_s: float = math.inf
     phase: Phase | None = None
+    formed_s: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -144,7 +144,9 @@ class BatchBuilder:
         highest = min(chunk.sequence.priority for chunk in self.chunks)
         due_s = min(chunk.sequence.due_s for chunk in self.chunks)
         sources, slots = tuple(self._batch_blocks.sources), tuple(self._slots)
-        return ScheduledBatch(self._number, highest, self.chunks, sources, slots, due_s, phase)
+        return ScheduledBatch(
+            self._number, highest, self.chunks, sources, slots, due_s, phase, monotonic_s()
+        )
 
     def prefix(self, sequence: Sequence) -> CachedPrefix:
         """Return the longest prefix that is cached, or will be after this batch."""

@@ -4,100 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import torch
 
 from actors.batching.batch_builder import Chunk
-from actors.batching.sampler import (
-    MIN_LOGPROB,
-    RowSample,
-    draw,
-    not_finite,
-    sample_on_device,
-    token_logprob,
-    uniform,
-)  # fmt: skip
+from actors.batching.sampler import MIN_LOGPROB, TokenSampler, not_finite, token_logprob
 from actors.batching.sequence import Sequence, SequenceKey, logged_failure_reply
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
-from contracts.requests import GREEDY_BELOW
-from kernels.device import runs_on_device
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-
-
-class TokenSampler:
-    """Next tokens of some rows of logits, sampled row by row so that errors stay with a row.
-
-    One arg max serves all rows; a device samples all of them at once. Rows with a temperature below
-    GREEDY_BELOW use it. The others draw from the sequence's seed and the position only, so tokens
-    depend neither on the batch nor on the rank, nor on which rank drew the earlier ones.
-    """
-
-    def __init__(
-        self,
-        logits_RV: torch.Tensor,
-        sequences: SequenceOf[Sequence] | None = None,
-        best: list[int] | None = None,
-    ) -> None:
-        """sequences: of the rows, for a device; None: each row is sampled alone.
-
-        best: place of each row's largest, or of a NaN, if it is known.
-        """
-        self._logits_RV = logits_RV
-        self._samples: list[RowSample] | None = None
-        if sequences is not None and runs_on_device(logits_RV.device):
-            self._samples = sample_on_device(logits_RV, sequences)
-            return
-        self._best: list[int] = best or logits_RV.argmax(-1).tolist()  # or a NaN's
-        self._numbers_RV = logits_RV.float().numpy()
-
-    def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
-        """Return the next token and, if requested, its log-probability under the model.
-
-        Raises SamplingError, or what torch raises.
-        """
-        if self._samples is not None:
-            return _checked(self._samples[row])
-        sampling = sequence.submit.sampling
-        assert sampling is not None
-        token = self._best[row]
-        peak = float(self._numbers_RV[row, token])
-        if not math.isfinite(peak):
-            raise not_finite()
-        logits_V = chosen_by_V = self._logits_RV[row]
-        if sequence.logits_processor is not None:
-            chosen_by_V = sequence.logits_processor.process(logits_V, sequence.token_ids)
-            largest, place = chosen_by_V.max(-1)
-            token, peak = int(place), float(largest)
-            if not math.isfinite(peak):
-                raise _none_left()
-        if sampling.temperature >= GREEDY_BELOW:
-            drawn = uniform(sequence.seed, sequence.generated)
-            token = draw(chosen_by_V, peak, sampling, drawn)
-        num_top = sampling.logprobs
-        return token, None if num_top is None else token_logprob(logits_V, token, num_top)
-
-
-def _none_left() -> SamplingError:
-    return SamplingError("no token is left that the request's fields allow")
-
-
-def _checked(sample: RowSample) -> tuple[int, TokenLogprob | None]:
-    """Return a sample of a device. Raises as `TokenSampler.sample`."""
-    token, peak, allowed, logprobs, best = sample
-    if not math.isfinite(peak) or any(map(math.isnan, logprobs[:1])):
-        raise not_finite()
-    if not math.isfinite(allowed):
-        raise _none_left()
-    if not logprobs:
-        return token, None
-    top = list(zip(best, logprobs[1:], strict=True))
-    return token, TokenLogprob(logprobs[0], top) if top else TokenLogprob(logprobs[0])
-
 
 LOGIT_ROWS = 256  # bounds the fp32 logits [rows, vocabulary] of a long echoed prompt
 

@@ -26,11 +26,13 @@ from actors.batching.sequence import (
     Sequence,
     SequenceCounts,
     SequenceKey,
+    owner_of,
     share_of,
 )
 from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
+from contracts.messages import Submit
 from contracts.requests import Priority
 from planner.scheduling.batching import ALL, BatchSelection, Phase, WaitingWork
 from planner.scheduling.fair_queue import FairQueue
@@ -100,6 +102,10 @@ class Scheduler:
     def has(self, key: SequenceKey) -> bool:
         return key in self._by_key
 
+    def has_others(self, client: int, submit: Submit) -> bool:
+        """Return whether sequences of the same request wait or run."""
+        return self.sequence_counts.count(owner_of(client, submit)) > 0
+
     def add(self, sequence: Sequence) -> None:
         self.changes += 1
         self._by_key[sequence.key] = sequence
@@ -153,13 +159,14 @@ class Scheduler:
 
     def _fill(self, batch: BatchBuilder, form: BatchSelection, reserved_tokens: int) -> None:
         """Fill a batch. reserved_tokens: what running sequences leave to waiting ones."""
-        running = list(filter(form_filter(form), self._running))
+        running = [sequence for sequence in self._running if is_of_form(sequence, form)]
         if batch.budget.is_shared:  # a request may not fit: longest idle first
             running = sorted(running, key=attrgetter("last_batch"))
         decoding: defaultdict[Priority, list[Sequence]] = defaultdict(list)
         prompts: defaultdict[Priority, list[Sequence]] = defaultdict(list)
         for sequence in running:
-            (prompts if _is_prompt(sequence) else decoding)[sequence.priority].append(sequence)
+            by_class = prompts if sequence.phase is Phase.PREFILL else decoding
+            by_class[sequence.priority].append(sequence)
         for priority in form.priorities:
             self._continue_running(batch, decoding[priority])
         limit = 0 if form.phase is Phase.DECODE else form.starts
@@ -185,17 +192,14 @@ class Scheduler:
         held, found = PrefixEstimator(self.blocks, self._batches), []
         for form in forms:
             budget = BatchBudget(self._config, self.sequence_counts, self._batches, form.priorities)
-            running = filter(form_filter(form), self._running)
+            running = (sequence for sequence in self._running if is_of_form(sequence, form))
             found.append(upcoming(form, budget, running, self._waiting, held))
         return list(filter(None, found))
 
     def complete(self, batch: ScheduledBatch) -> None:
         """Record that a batch has run; sequences that are done end here."""
-        self.changes += 1
-        self.blocks.commit(batch.number)
-        self._release(batch.sources, batch.slots, batch.priority)
+        self._end(batch, self.blocks.commit)
         for chunk in batch.chunks:
-            chunk.sequence.in_flight = False
             if chunk.sequence.done:
                 self.remove(chunk.sequence)
 
@@ -208,8 +212,11 @@ class Scheduler:
 
     def abandon(self, batch: ScheduledBatch) -> None:
         """Record that a batch failed: none of its blocks can be trusted."""
+        self._end(batch, self.blocks.abandon)
+
+    def _end(self, batch: ScheduledBatch, end_blocks: Callable[[int], None]) -> None:
         self.changes += 1
-        self.blocks.abandon(batch.number)
+        end_blocks(batch.number)
         self._release(batch.sources, batch.slots, batch.priority)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
@@ -345,15 +352,6 @@ class Scheduler:
             self.blocks.states.release(slots, best_effort=is_best_effort)
 
 
-def form_filter(form: BatchSelection) -> Callable[[Sequence], bool]:
-    """Return a predicate that selects the sequences of a batch of that form."""
-
-    def belongs(sequence: Sequence) -> bool:
-        is_of_phase = form.phase is None or form.phase is sequence.phase
-        return is_of_phase and sequence.priority in form.priorities
-
-    return belongs
-
-
-def _is_prompt(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed > 1
+def is_of_form(sequence: Sequence, form: BatchSelection) -> bool:
+    """Return whether a running sequence may be in a batch of that form."""
+    return form.phase in (None, sequence.phase) and sequence.priority in form.priorities

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from actors.batching.grammar_matcher import GrammarMatcher
-from actors.batching.logits_processor import logits_processor
+from actors.batching.sampler import logits_processor
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError, TandemError
 from contracts.logs import event

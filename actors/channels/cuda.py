@@ -20,7 +20,7 @@ import torch
 from actors.channels.base import TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.link import Link, PayloadLayout
-from actors.channels.segments import FLAG_BYTES, SegmentAllocator, SegmentMemory, releaser
+from actors.channels.shm import FLAG_BYTES, SegmentAllocator, SegmentMemory, releaser
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
@@ -175,10 +175,8 @@ class DeviceBuffers:
         self.segments = SegmentAllocator(segment_bytes, self._new_memory)
         self.releases = ReleaseQueue(device)
 
-    def allocate(self, parts: Sequence[TensorSpec], layout: PayloadLayout) -> DeviceBuffer | None:
-        """Return memory for a payload, or None if it has no bytes. Raises ChannelError."""
-        if not layout.num_bytes:
-            return None
+    def allocate(self, parts: Sequence[TensorSpec], layout: PayloadLayout) -> DeviceBuffer:
+        """Return memory for a payload. Raises ChannelError."""
         self.releases.settle()
         place = self.segments.allocate(layout.num_bytes)
         memory = self.segments.memory(place.segment)

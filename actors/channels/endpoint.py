@@ -31,10 +31,9 @@ from actors.channels.base import (
     spec_of,
 )
 from actors.channels.handshake import Identity
-from actors.channels.heartbeat import HeartbeatThread
+from actors.channels.heartbeat import HeartbeatThread, LoopWatchdog
 from actors.channels.link import CallArea, Link, LinkSockets, Reservation
 from actors.channels.link_setup import LinkSetup
-from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerDeadError, PeerError
@@ -78,7 +77,7 @@ class Endpoint(abc.ABC):
         self._by_fd: dict[int, Link] = {}
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
-        self._lock = threading.Lock()  # guards _heartbeat, _closed and the wake descriptor
+        self._lock = threading.Lock()  # guards _closed and the wake descriptor
         self._join_lock = threading.Lock()
         self._link_setup = LinkSetup(
             Identity(name=name, token=token, epoch=epoch),
@@ -90,7 +89,7 @@ class Endpoint(abc.ABC):
             placement=placement,
         )
         self._watch = LoopWatchdog(name, config.step_timeout_s, clock)
-        self._heartbeat: HeartbeatThread | None = None
+        self._heartbeat = HeartbeatThread(name, config, clock, self._post_loss, self._watch)
         self._closed = False
         self._moved = [0, 0]  # sent and received bytes of closed links
         self._maintained_s = clock()
@@ -129,13 +128,13 @@ class Endpoint(abc.ABC):
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
         link = self._dial(peer, address)
-        self._start_heartbeat(link)
+        self._heartbeat.add(link)
         self._adopt(link)
 
     def join(self, peer: str, address: str) -> None:
         """Join `peer`, thread-safe; `poll` returns PeerJoined. Replaces an older epoch's link."""
         link = self._dial(peer, address)
-        self._start_heartbeat(link)
+        self._heartbeat.add(link)
         with self._lock:
             if not self._closed:
                 self._inbox.append(link)
@@ -176,19 +175,8 @@ class Endpoint(abc.ABC):
                 reason=error,
             )
             return
-        self._start_heartbeat(link)
+        self._heartbeat.add(link)
         self._post(link)
-
-    def _start_heartbeat(self, link: Link) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._heartbeat is None:
-                self._heartbeat = HeartbeatThread(
-                    self.name, self.config, self.clock, self._post_loss, self._watch
-                )
-                self._heartbeat.start()
-            self._heartbeat.add(link)
 
     def _adopt(self, link: Link) -> None:
         self._links[link.peer] = link
@@ -386,8 +374,7 @@ class Endpoint(abc.ABC):
         channel_events.append(PeerLost(link.peer, error, link.epoch))
 
     def _forget(self, link: Link) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.remove(link)
+        self._heartbeat.remove(link)
         fd = link.poll_fd
         if fd is not None and self._by_fd.get(fd) is link:
             del self._by_fd[fd]
@@ -452,8 +439,7 @@ class Endpoint(abc.ABC):
                 return
             self._closed = True
         self._link_setup.close()
-        if self._heartbeat is not None:
-            self._heartbeat.close(self.config.connect_timeout_s)
+        self._heartbeat.close(self.config.connect_timeout_s)
         waiting = [item for item in self._inbox if isinstance(item, Link)]
         for link in (*self._links.values(), *waiting):
             self._forget(link)

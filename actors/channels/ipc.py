@@ -39,15 +39,16 @@ from actors.channels.cuda import (
 )
 from actors.channels.link import Link, LinkSockets, PayloadLayout, Reservation, encode, lay_out
 from actors.channels.listener import listen_unix
-from actors.channels.segments import (
+from actors.channels.shm import (
     FLAG_BYTES,
-    PayloadLocation,
+    Announce,
+    Payload,
     SegmentMemory,
+    SharedMemoryLink,
     check_memfd,
     create_memfd,
     releaser,
 )
-from actors.channels.shm import Announce, Payload, SharedMemoryLink
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError
@@ -120,7 +121,8 @@ class IpcLink(SharedMemoryLink):
         device: torch.device,
         streams: TransferStreams,
     ) -> None:
-        super().__init__(link_sockets, config, clock, device)
+        super().__init__(link_sockets, config, clock)
+        self._device = device
         self._runtime: Any = require_cupy("ipc").cuda.runtime
         self._ready: ReadyQueue[tuple[Reservation, Header]] = ReadyQueue(device)
         self._buffers = DeviceBuffers(config.segment_bytes, device, streams.memory)  # of copies
@@ -181,31 +183,22 @@ class IpcLink(SharedMemoryLink):
                 super().commit(reservation, msgspec.structs.replace(header, sent_s=self._clock()))
 
     def _take(self, message: Payload) -> Packet | None:
-        copies, place = self._copies[message.header.priority], message.place
-        layout = lay_out(message.parts)
-        memory = None if place is None else self._peer_segments.memory(place, layout.num_bytes)
-        if place is not None and isinstance(memory, PeerDeviceMemory):
-            copies.append(self._copy(message, memory, place, layout))
+        copies, layout = self._copies[message.header.priority], lay_out(message.parts)
+        memory = self._peer_segments.memory(message.place, layout.num_bytes)
+        if isinstance(memory, PeerDeviceMemory):
+            copies.append(self._copy(message, memory, layout))
         elif copies:
             copies.append(_Copy(self._packet(message)))  # behind the copies of its class
         else:
             return self._packet(message)
         return None
 
-    def _copy(
-        self,
-        message: Payload,
-        memory: PeerDeviceMemory,
-        place: PayloadLocation,
-        layout: PayloadLayout,
-    ) -> _Copy:
+    def _copy(self, message: Payload, memory: PeerDeviceMemory, layout: PayloadLayout) -> _Copy:
         header, stream = message.header, self._copying[message.header.priority]
         buffer = self._buffers.allocate(message.parts, layout)
-        if buffer is None:
-            raise PeerError(f"{self.peer} sent a place of no bytes", self.peer)
         self._runtime.memcpyAsync(
             buffer.span.data_ptr(),
-            memory.pointer + place.offset_bytes,
+            memory.pointer + message.place.offset_bytes,
             layout.num_bytes,
             self._runtime.memcpyDefault,
             stream.cuda_stream,
@@ -213,7 +206,7 @@ class IpcLink(SharedMemoryLink):
         self.received_bytes += layout.num_bytes
         release = partial(self._buffers.release, buffer)
         packet = Packet(self.peer, header, buffer.tensors, self._clock(), release)
-        return _Copy(packet, recorded(stream), memory, releaser(memory, place.slot))
+        return _Copy(packet, recorded(stream), memory, releaser(memory, message.place.slot))
 
     def _releaser(self, memory: SegmentMemory, slot: int) -> Callable[[], None]:
         return partial(self._buffers.releases.add, releaser(memory, slot))

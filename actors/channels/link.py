@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,12 +129,15 @@ class PayloadLayout(msgspec.Struct, frozen=True):
 
 
 def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
-    """Place the parts one after the other at multiples of 64 bytes."""
+    """Place the parts one after the other at multiples of 64 bytes.
+
+    A payload without bytes has a place as well.
+    """
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)
         end += -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return PayloadLayout(tuple(offsets), end)
+    return PayloadLayout(tuple(offsets), max(end, ALIGNMENT_BYTES))
 
 
 @dataclass(slots=True, eq=False)
@@ -160,12 +163,6 @@ class PayloadFrame(msgspec.Struct, frozen=True, array_like=True):
 
 decode_payload = msgspec.msgpack.Decoder(PayloadFrame).decode
 encode = msgspec.msgpack.Encoder().encode
-
-
-def empty_tensors(
-    parts: Sequence[TensorSpec], device: torch.device | None = None
-) -> list[torch.Tensor]:
-    return [torch.empty(part.shape, dtype=part.torch_dtype, device=device) for part in parts]
 
 
 class Views:
@@ -271,7 +268,7 @@ class FrameSocket:
         self._clock = clock
         self._takes_fds = sock.family == socket.AF_UNIX
         self._lock = threading.Lock()
-        self._unsent: deque[tuple[bytes, int]] = deque()  # bytes and their fd, or -1
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()  # bytes, their fds
         self._tail = b""  # a partial frame
         self._fds: deque[int] = deque()
 
@@ -279,30 +276,28 @@ class FrameSocket:
     def pending(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, body: bytes, fd: int = -1) -> None:
-        """Send a frame, and a duplicate of `fd` with it. Raises PeerDeadError."""
+    def send(self, body: bytes, *fds: int) -> None:
+        """Send a frame, and duplicates of `fds` with it. Raises PeerDeadError."""
         data = _LENGTH.pack(len(body)) + body
         with self._lock:
             if self._unsent:
-                self._unsent.append((data, os.dup(fd) if fd >= 0 else -1))
+                self._unsent.append((data, tuple(map(os.dup, fds))))
                 return
-            sent = self._write(data, fd)
+            sent = self._write(data, fds)
             if sent < len(data):
-                later = os.dup(fd) if fd >= 0 and sent == 0 else -1
-                self._unsent.append((data[sent:], later))
+                self._unsent.append((data[sent:], () if sent else tuple(map(os.dup, fds))))
                 self.blocked_since_s = self._clock()
 
     def flush(self) -> None:
         """Send buffered frames as far as the kernel accepts them. Raises PeerDeadError."""
         with self._lock:
             while self._unsent:
-                data, fd = self._unsent[0]
-                sent = self._write(data, fd)
+                data, fds = self._unsent[0]
+                sent = self._write(data, fds)
                 if sent:
                     self.blocked_since_s = self._clock()
-                    if fd >= 0:
-                        os.close(fd)
-                    self._unsent[0] = (data[sent:], -1)
+                    self._unsent[0] = (data[sent:], ())
+                    _close_all(fds)
                 if sent < len(data):
                     return
                 self._unsent.popleft()
@@ -331,19 +326,18 @@ class FrameSocket:
     def close(self) -> None:
         with self._lock:
             self.sock.close()
-            for _, fd in self._unsent:
-                if fd >= 0:
-                    os.close(fd)
+            for _, fds in self._unsent:
+                _close_all(fds)
             self._unsent.clear()
-        while self._fds:
-            os.close(self._fds.popleft())
+        _close_all(self._fds)
+        self._fds.clear()
 
-    def _write(self, data: bytes, fd: int) -> int:
+    def _write(self, data: bytes, fds: tuple[int, ...]) -> int:
         """Return how many bytes the kernel accepted (0: it would have blocked)."""
         try:
-            if fd < 0:
+            if not fds:
                 return self.sock.send(data)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             return self.sock.sendmsg([data], [rights])
         except BlockingIOError:
             return 0
@@ -376,3 +370,8 @@ class FrameSocket:
             frames.append(data[start + _LENGTH.size : end])
             start = end
         return data[start:] if start else data
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -48,8 +49,7 @@ class _ClockReading(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-_decode_extra = msgspec.msgpack.Decoder(_Extra).decode
-_decode_reading = msgspec.msgpack.Decoder(_ClockReading).decode
+_Data = TypeVar("_Data", _Extra, _ClockReading)
 
 
 class _PendingSocket(msgspec.Struct, frozen=True):
@@ -59,11 +59,9 @@ class _PendingSocket(msgspec.Struct, frozen=True):
     """
 
     sock: socket.socket
-    name: str
-    epoch: int
-    purpose: str
+    remote: Remote
+    extra: _Extra
     since_s: float
-    clock_offset_s: float
 
 
 class LinkSetup:
@@ -152,7 +150,7 @@ class LinkSetup:
                 extra=msgspec.msgpack.encode(extra),
                 deadline_s=max(end_s - monotonic_s(), 1e-3),
             )
-            reading = _clock_reading(remote)
+            reading = _data_of(remote, _ClockReading)
             self._check_epoch(peer, reading.epoch)
             return sock, _offset_s(reading, (start_s + self._clock()) / 2), reading.epoch
         except HandshakeError:
@@ -161,7 +159,7 @@ class LinkSetup:
 
     def _check_peer(self, remote: Remote) -> bytes:
         """Refuse an authenticated peer whose settings do not match. Runs on a handshake thread."""
-        extra = _extra(remote)
+        extra = _data_of(remote, _Extra)
         if extra.backend != self._backend:
             raise HandshakeError(
                 f"it uses backend {extra.backend}, {self._me.name} uses {self._backend}: "
@@ -187,37 +185,30 @@ class LinkSetup:
 
     def _on_accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keep the first socket of a link, join with the second. Runs on a handshake thread."""
-        extra = _extra(remote)
-        arrived = _PendingSocket(
-            sock,
-            remote.name,
-            remote.epoch or 0,
-            remote.purpose,
-            monotonic_s(),
-            extra.clock_offset_s,
-        )
+        extra = _data_of(remote, _Extra)
+        arrived = _PendingSocket(sock, remote, extra, monotonic_s())
         with self._lock:
             self._close_expired()
             other = self._pending.pop(extra.link_id, None)
             if other is None and not self._closed:
                 self._pending[extra.link_id] = arrived
                 return
-        sockets = {one.purpose: one.sock for one in (arrived, other) if one is not None}
-        is_one = other is not None and (other.name, other.epoch) == (arrived.name, arrived.epoch)
-        if other is None or not is_one or sockets.keys() != {_DATA, _HEARTBEAT}:
-            for one in (arrived, other):
-                if one is not None:
-                    one.sock.close()
+        pair = [arrived] if other is None else [arrived, other]
+        sockets = {one.remote.purpose: one.sock for one in pair}
+        senders = {(one.remote.name, one.remote.epoch) for one in pair}
+        if len(senders) > 1 or sockets.keys() != {_DATA, _HEARTBEAT}:
+            for one in pair:
+                one.sock.close()
             return
         self._joined(
             LinkSockets(
-                peer=arrived.name,
+                peer=remote.name,
                 data=sockets[_DATA],
                 heartbeat=sockets[_HEARTBEAT],
                 initiator=False,
                 offer=extra.offer,
-                clock_offset_s=arrived.clock_offset_s or other.clock_offset_s,
-                epoch=arrived.epoch,
+                clock_offset_s=sum(one.extra.clock_offset_s for one in pair),
+                epoch=remote.epoch or 0,
             )
         )
 
@@ -229,20 +220,14 @@ class LinkSetup:
                 self._pending.pop(link_id).sock.close()
 
 
-def _clock_reading(remote: Remote) -> _ClockReading:
+def _data_of(remote: Remote, kind: type[_Data]) -> _Data:
     try:
-        return _decode_reading(remote.extra)
+        return msgspec.msgpack.decode(remote.extra, type=kind)
     except FRAME_ERRORS:
-        raise HandshakeError(f"{remote.name} did not answer as a channel") from None
+        verb = "request" if kind is _Extra else "answer as"
+        raise HandshakeError(f"{remote.name} did not {verb} a channel") from None
 
 
 def _offset_s(reading: _ClockReading, now_s: float) -> float:
     """Return the acceptor's clock minus ours, which read now_s at that time."""
     return 0.0 if reading.boot == boot_id() else reading.now_s - now_s
-
-
-def _extra(remote: Remote) -> _Extra:
-    try:
-        return _decode_extra(remote.extra)
-    except FRAME_ERRORS:
-        raise HandshakeError(f"{remote.name} did not request a channel") from None

@@ -15,14 +15,12 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from actors.channels import handshake
 from actors.channels.handshake import AcceptHandler, Identity, Remote
@@ -38,52 +36,43 @@ HANDSHAKE_S: Final = 5.0  # limit for the whole handshake
 ACCEPT_RETRY_S: Final = 0.2  # after a failed accept: out of descriptors or memory
 _LOG_PERIOD_S: Final = 10.0
 
-CloseConnection = Callable[[], None]
-
-
-class _Pending(NamedTuple):
-    address: str
-    close_connection: CloseConnection
-
 
 class PendingHandshakes:
-    """Pending connections of one listening socket. Thread-safe. name: the rank's."""
+    """Connections of one listening socket that have not authenticated. Thread-safe.
+
+    name: the rank's.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Pending] = {}  # oldest first
-        self._per_address: Counter[str] = Counter()
-        self._next = 0
+        self._addresses: dict[socket.socket, str] = {}  # oldest first
         self._logged_s: dict[str, float] = {}
         self._evicted = 0
 
-    def enter(self, address: str, close_connection: CloseConnection) -> int:
-        """Add a connection; return its number. close_connection: evicts it, on any thread."""
+    def enter(self, sock: socket.socket, address: str) -> None:
+        """Add a connection; shut down the one that must make room, if any."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
-            victim = self._evict(address)
-            if victim is not None:
-                self._free(victim.address)
-                self._evicted += 1
-            self._waiting[number] = _Pending(address, close_connection)
-            self._per_address[address] += 1
+            victim = self._victim(address)
+            evicted = None if victim is None else self._addresses.pop(victim)
+            self._addresses[sock] = address
         if victim is not None:
-            victim.close_connection()
-            self.log_limited(
-                "handshakes_evicted",
-                f"{self._evicted} so far; the last came from {victim.address or 'a Unix socket'}",
-            )
-        return number
+            shut_down(victim)
+            self._evicted += 1
+            last = f"{self._evicted} so far; the last came from {evicted or 'a Unix socket'}"
+            self.log_limited("handshakes_evicted", last)
 
-    def leave(self, number: int) -> bool:
-        """Remove a connection. Returns False if it had been evicted."""
+    def leave(self, sock: socket.socket) -> bool:
+        """Remove a connection. Returns False if it has been shut down."""
         with self._lock:
-            waiting = self._waiting.pop(number, None)
-            if waiting is None:
-                return False
-            self._free(waiting.address)
-            return True
+            return self._addresses.pop(sock, None) is not None
+
+    def close(self) -> None:
+        """Shut down all connections."""
+        with self._lock:
+            pending, self._addresses = list(self._addresses), {}
+        for sock in pending:
+            shut_down(sock)
 
     def log_limited(self, name: str, reason: str) -> None:
         """Log an event that strangers cause, at most every ten seconds."""
@@ -92,21 +81,16 @@ class PendingHandshakes:
             self._logged_s[name] = now_s
             event(log, name, logging.WARNING, rank=self._name, reason=reason)
 
-    def _free(self, address: str) -> None:
-        self._per_address[address] -= 1
-        if not self._per_address[address]:
-            del self._per_address[address]
-
-    def _evict(self, address: str) -> _Pending | None:
-        """Remove and return the connection that must make room, if any."""
-        if self._per_address[address] >= MAX_PER_ADDRESS:
+    def _victim(self, address: str) -> socket.socket | None:
+        """Return the oldest connection of the address that must make room, if any."""
+        counts = Counter(self._addresses.values())
+        if counts[address] >= MAX_PER_ADDRESS:
             fullest = address
-        elif len(self._waiting) >= MAX_UNPROVEN:
-            fullest = self._per_address.most_common(1)[0][0]
+        elif len(self._addresses) >= MAX_UNPROVEN:
+            fullest = counts.most_common(1)[0][0]
         else:
             return None
-        number = next(n for n, waiting in self._waiting.items() if waiting.address == fullest)
-        return self._waiting.pop(number)
+        return next(sock for sock, other in self._addresses.items() if other == fullest)
 
 
 def address_of(sock: socket.socket) -> str:
@@ -210,13 +194,12 @@ class HandshakeListener:
         self._answer = answer
         self._on_accepted = accepted
         self._pending = PendingHandshakes(me.name)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)  # signals the end of a handshake
         self._stopping = threading.Event()
-        self._live: dict[threading.Thread, socket.socket | None] = {}  # None: handed over
+        self._live: set[threading.Thread] = set()
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-accept", daemon=True)
-        sock.setblocking(False)
+        sock.setblocking(True)
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
@@ -227,47 +210,38 @@ class HandshakeListener:
                 return
             self._stopping.set()
             self._ended.notify_all()
-            live = dict(self._live)
-            for sock in live.values():
-                if sock is not None:
-                    shut_down(sock)
-        os.eventfd_write(self._stop_fd, 1)
+            live = tuple(self._live)
+        self._pending.close()
+        shut_down(self._sock)  # ends `accept`
         for thread in (self._thread, *live):
             thread.join(max(end_s - monotonic_s(), 0.0))
         self._sock.close()
-        os.close(self._stop_fd)
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._stop_fd, select.POLLIN)
         while not self._stopping.is_set():
-            poller.poll()
             self._accept_one()
 
     def _accept_one(self) -> None:
-        """Start one handshake, if a connection is waiting."""
+        """Wait for a connection and start its handshake."""
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:  # woken to stop, or the peer disconnected
-            return
         except OSError as error:  # out of descriptors or memory: do not spin
-            self._pending.log_limited("accept_failed", str(error))
-            self._stopping.wait(ACCEPT_RETRY_S)
+            if not self._stopping.is_set():
+                self._pending.log_limited("accept_failed", str(error))
+                self._stopping.wait(ACCEPT_RETRY_S)
             return
         try:
-            address = address_of(sock)
-            number = self._pending.enter(address, partial(shut_down, sock))
+            self._pending.enter(sock, address_of(sock))
         except OSError:  # disconnected
             sock.close()
             return
-        if not self._start(sock, number):
-            self._pending.leave(number)
+        if not self._start(sock):
+            self._pending.leave(sock)
             sock.close()
 
-    def _start(self, sock: socket.socket, number: int) -> bool:
+    def _start(self, sock: socket.socket) -> bool:
         thread = threading.Thread(
-            target=self._handle, args=(sock, number), name=f"{self._me.name}-handshake", daemon=True
+            target=self._handle, args=(sock,), name=f"{self._me.name}-handshake", daemon=True
         )
         with self._lock:
             # Evicted handshakes are about to end: their sockets have been shut down.
@@ -276,25 +250,22 @@ class HandshakeListener:
             )
             if self._stopping.is_set():
                 return False
-            self._live[thread] = sock
+            self._live.add(thread)
         try:
             thread.start()
         except RuntimeError as error:  # out of threads
             self._pending.log_limited("accept_failed", str(error))
             with self._lock:
-                del self._live[thread]
+                self._live.remove(thread)
             self._stopping.wait(ACCEPT_RETRY_S)
             return False
         return True
 
-    def _handle(self, sock: socket.socket, number: int) -> None:
+    def _handle(self, sock: socket.socket) -> None:
         try:
             remote = self._authenticate(sock)
-            stays = self._pending.leave(number)
-            with self._lock:
-                welcome = stays and not self._stopping.is_set()
-                self._live[threading.current_thread()] = None
-            if welcome and remote is not None:
+            stays = self._pending.leave(sock) and not self._stopping.is_set()
+            if stays and remote is not None:
                 self._on_accepted(sock, remote)
             else:
                 sock.close()
@@ -305,7 +276,7 @@ class HandshakeListener:
             event(log, "join_failed", logging.WARNING, rank=self._me.name, reason=error)
         finally:
             with self._lock:
-                self._live.pop(threading.current_thread(), None)
+                self._live.discard(threading.current_thread())
                 self._ended.notify_all()
 
     def _authenticate(self, sock: socket.socket) -> Remote | None:

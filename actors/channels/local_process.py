@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -47,20 +48,17 @@ class LocalProcess:
     @property
     def is_running(self) -> bool:
         """True if it is neither stopped nor gone."""
-        fields = self._fields()
-        return bool(fields) and fields[0] not in _HALTED
+        return self._state not in _HALTED
 
     @property
     def is_stopped(self) -> bool:
         """True if a signal such as SIGSTOP stopped it."""
-        fields = self._fields()
-        return bool(fields) and fields[0] in _STOPPED
+        return self._state in _STOPPED
 
     @property
     def has_ended(self) -> bool:
         """True if it is gone or a zombie."""
-        fields = self._fields()
-        return not fields or fields[0] in _ENDED
+        return self._state in _ENDED
 
     @property
     def is_ending(self) -> bool:
@@ -78,6 +76,12 @@ class LocalProcess:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    @property
+    def _state(self) -> bytes:
+        """State as the kernel names it; dead if it is gone."""
+        fields = self._fields()
+        return fields[0] if fields else b"X"
 
     def _fields(self) -> list[bytes]:
         """Return the fields of its stat from the state on; empty once it is gone."""
@@ -122,20 +126,15 @@ def peer_process(sock: socket.socket) -> LocalProcess | None:
 
 def own_identity() -> bytes:
     """Return this process's identity for `find_process`."""
-    me = LocalProcess(os.getpid())
-    try:
+    with closing(LocalProcess(os.getpid())) as me:
         identity = ProcessIdentity(_machine(), os.getpid(), me.start_ticks, _network())
-        return msgspec.msgpack.encode(identity)
-    finally:
-        me.close()
+    return msgspec.msgpack.encode(identity)
 
 
 def find_process(process_identity: bytes) -> LocalProcess | None:
     """Return the process of that `own_identity()` if no network link lies between it and us."""
     identity = _decode_local(process_identity)
-    return (
-        _open_process(identity) if identity is not None and identity.network == _network() else None
-    )
+    return None if identity is None or identity.network != _network() else _open_process(identity)
 
 
 def is_alive(process_identity: bytes) -> bool:
@@ -144,10 +143,8 @@ def is_alive(process_identity: bytes) -> bool:
     process = None if identity is None else _open_process(identity)
     if process is None:
         return False
-    try:
+    with closing(process):
         return not process.has_ended
-    finally:
-        process.close()
 
 
 def _decode_local(process_identity: bytes) -> ProcessIdentity | None:
@@ -193,16 +190,14 @@ def kill_process(process_identity: bytes) -> bool:
         return False
     try:
         handle = os.pidfd_open(identity.pid)
+        try:
+            process = _open_process(identity)  # after opening the handle, so both are one process
+            if process is None:
+                return False
+            process.close()
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return True
+        finally:
+            os.close(handle)
     except ProcessLookupError:
         return False
-    try:
-        process = _open_process(identity)  # after opening the handle, so both are one process
-        if process is None:
-            return False
-        process.close()
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return True
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)

@@ -59,7 +59,6 @@ from actors.channels.link import (
     Link,
     LinkSockets,
     Reservation,
-    empty_tensors,
     encode,
     lay_out,
 )
@@ -99,17 +98,20 @@ _decode = msgspec.msgpack.Decoder(_Announced | _Posted).decode
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A payload in a lane. buffer: None if it has no bytes. done: set at its launch."""
+    """A payload in a lane. done: set at its launch."""
 
     header: Header
     parts: tuple[TensorSpec, ...]
-    tensors: Sequence[torch.Tensor]
-    buffer: DeviceBuffer | None
+    buffer: DeviceBuffer
     done: torch.cuda.Event | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.done is None or has_passed(self.done)
+        return self.done is not None and has_passed(self.done)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.buffer.tensors)
 
 
 class _Lane:
@@ -131,15 +133,14 @@ class _Lane:
         if not self.waiting:
             return None
         transfer = self.waiting[0]
-        if transfer.buffer is not None:
-            if self._stream is None:
-                self._stream = self._streams.acquire(self._priority)
-            elif not self.has_stream:
-                return None  # another lane waits for the stream
-            if self._stream is None:
-                return None
-            self.enqueue(call, transfer.buffer.span, self._stream)
-            transfer.done = recorded(self._stream)
+        if self._stream is None:
+            self._stream = self._streams.acquire(self._priority)
+        elif not self.has_stream:
+            return None  # another lane waits for the stream
+        if self._stream is None:
+            return None
+        self.enqueue(call, transfer.buffer.span, self._stream)
+        transfer.done = recorded(self._stream)
         self.under_way.append(self.waiting.popleft())
         return transfer
 
@@ -255,7 +256,6 @@ class NcclLink(FrameLink):
         """leads: this end launches its half of each transfer first."""
         super().__init__(link_sockets, clock, _decode)
         self._lanes = lanes
-        self._device = device
         self._leads = leads
         self._buffers = DeviceBuffers(config.segment_bytes, device, streams.memory)
         self._ready: ReadyQueue[_Transfer] = ReadyQueue(device)
@@ -293,14 +293,13 @@ class NcclLink(FrameLink):
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts, layout = tuple(parts), lay_out(parts)
         buffer = self._buffers.allocate(parts, layout)
-        tensors = empty_tensors(parts, self._device) if buffer is None else buffer.tensors
-        return Reservation(self.peer, parts, layout, tensors, buffer)
+        return Reservation(self.peer, parts, layout, buffer.tensors, buffer)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        tensors, reservation.tensors = reservation.tensors, ()
-        transfer = _Transfer(header, reservation.parts, tensors, reservation.memory)
+        reservation.tensors = ()
+        transfer = _Transfer(header, reservation.parts, reservation.memory)
         self._ready.add(header.priority, transfer)
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        self.sent_bytes += transfer.num_bytes
         with self._failures():
             self._advance_outgoing(header.priority)
 
@@ -324,8 +323,7 @@ class NcclLink(FrameLink):
             return
         parts = message.parts
         buffer = self._buffers.allocate(parts, lay_out(parts))
-        tensors = empty_tensors(parts, self._device) if buffer is None else buffer.tensors
-        transfer = _Transfer(message.header, parts, tensors, buffer)
+        transfer = _Transfer(message.header, parts, buffer)
         self._lanes.incoming[message.header.priority].waiting.append(transfer)
 
     @contextlib.contextmanager
@@ -343,11 +341,9 @@ class NcclLink(FrameLink):
     def _advance_outgoing(self, priority: Priority) -> None:
         lane = self._lanes.outgoing[priority]
         for sent in lane.finished():
-            if sent.buffer is not None:
-                sent.buffer.free()
+            sent.buffer.free()
         for transfer in self._ready.take(priority):
-            if self._leads or transfer.buffer is not None:
-                lane.waiting.append(transfer)
+            lane.waiting.append(transfer)
             if not self._leads:
                 self._announce(transfer)
         while self._may_launch(priority, lane):
@@ -365,14 +361,14 @@ class NcclLink(FrameLink):
 
     def _advance_incoming(self, priority: Priority) -> Iterator[Packet]:
         lane = self._lanes.incoming[priority]
-        while (launched := lane.launch(lane.communicator.recv)) is not None:
-            if self._leads and launched.buffer is not None:
+        while lane.launch(lane.communicator.recv) is not None:
+            if self._leads:
                 self._frames.send(encode(_Posted(priority)))
         for transfer in lane.finished():
-            self.received_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
+            self.received_bytes += transfer.num_bytes
             buffer = transfer.buffer
-            release = None if buffer is None else partial(self._buffers.release, buffer)
-            yield Packet(self.peer, transfer.header, transfer.tensors, self._clock(), release)
+            release = partial(self._buffers.release, buffer)
+            yield Packet(self.peer, transfer.header, buffer.tensors, self._clock(), release)
 
 
 class NcclEndpoint(DeviceEndpoint):

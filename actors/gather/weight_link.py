@@ -34,7 +34,7 @@ from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial, shut_down
 from actors.channels.local_process import LocalProcess
-from actors.channels.segments import FLAG_BYTES, check_memfd
+from actors.channels.shm import FLAG_BYTES, check_memfd
 from actors.gather.device_segment import DeviceSegment, open_segment
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError

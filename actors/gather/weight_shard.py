@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from actors.channels.link import ALIGNMENT_BYTES
-from actors.channels.segments import FLAG_BYTES, create_memfd, map_memfd
+from actors.channels.shm import FLAG_BYTES, create_memfd, map_memfd
 from actors.gather.device_segment import DeviceSegment, DeviceShardMemory
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout

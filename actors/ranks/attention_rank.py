@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from actors.batching.batch_builder import ScheduledBatch
-from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
-from actors.batching.observer import LoopControl, Observer
+from actors.batching.observer import DecodeCoalescer, LoopControl, Observer
 from actors.batching.scheduler import Scheduler
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.remote_backend import RemoteBackend
@@ -99,7 +98,6 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         DecodeGraphs.of(half, kv, config.schedule.cuda_graphs),
     )  # fmt: skip
     priorities = Priorities(config.priority, telemetry, spec.name)
-    due_times = DueTimes(config.priority, monotonic_s)
     coalescer = DecodeCoalescer(
         config.priority, scheduler, monotonic_s, config.schedule.max_batch_sequences
     )
@@ -126,7 +124,6 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         observers=[
             planning,
             WarmUp(unusable_checkpoint(spec, half)),
-            due_times,
             coalescer,
             PlacementStatus(client),
         ],

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from actors.channels.authenticated_server import AuthenticatedServer
 from actors.channels.handshake import Identity, Remote
-from actors.channels.loop_watchdog import EventLoopWatchdog
+from actors.channels.heartbeat import EventLoopWatchdog
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.planner_placement import PlannerPlacement
 from actors.ranks.rank import Rank, RankHooks, RankLoop
+from actors.rpc.client_server import AuthenticatedServer
 from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
-from actors.batching.observer import LoopControl, Observer
+from actors.batching.observer import DecodeCoalescer, LoopControl, Observer
 from actors.batching.scheduler import Scheduler
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.expert_supply import ExpertSupply, expert_supply
 from actors.gather.shuffled import BatchFacts
@@ -127,7 +126,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         watch,
         plan_of=lambda batch: WHOLE,
         close=supply.close,
-        observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s), coalescer],
+        observers=[prefill_log, reference, coalescer],
         batching=batching
         or priorities.batching(_batching(spec.name, backend, config.priority, coalescer)),
     )

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from llguidance import LLTokenizer
 
-from actors.batching.admission import RankAdmission
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.grammar_matcher import GrammarMatchers
@@ -26,7 +25,7 @@ from actors.batching.observer import Observer
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence import failure_reply, logged_failure_reply
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.engine.executor import Executor
 from actors.ranks.rank import RankDrain, RankLoop
 from actors.rpc.client_server import ClientMessage, ClientServer
@@ -51,21 +50,20 @@ CHECK_AFTER_S = 10.0  # idle time before the integrity check
 
 
 class ServingLoop(RankLoop):
-    """Serves clients. tokenizer: of grammars."""
+    """Serves clients. tokenizer, vocabulary: of grammars."""
 
     def __init__(
         self,
         name: str,
         clients: ClientServer,
-        admission: RankAdmission,
-        tokenizer: LLTokenizer | None,
         parts: ServingParts,
         block_tokens: int,
+        tokenizer: LLTokenizer | None,
+        vocabulary: int,
     ) -> None:
-        self._name, self._block_tokens = name, block_tokens
-        self._clients, self._admission = clients, admission
+        self._name, self._block_tokens, self._clients = name, block_tokens, clients
         self._compiled = threading.Event()  # since batches were last formed
-        self._grammars = GrammarMatchers(tokenizer, self._admission.vocabulary, self._on_compiled)
+        self._grammars = GrammarMatchers(tokenizer, vocabulary, self._on_compiled)
         self._watch = parts.watch
         self.executor = parts.executor
         self.finisher = parts.finisher
@@ -155,7 +153,6 @@ class ServingLoop(RankLoop):
                 raise NotReadyError(self.reason)
             if self._is_draining:
                 raise HandedOverError(f"{self._name} is draining")
-            self._admission.check(client, submit, self.scheduler)
             for observer in self._observers:
                 observer.check(client, submit)
             sequence = TokenSequence((client, submit.request_id), submit, self._block_tokens)

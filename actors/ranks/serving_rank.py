@@ -16,12 +16,10 @@ import msgspec
 import torch
 from llguidance import LLTokenizer
 
-from actors.batching.admission import QueueDrain, RankAdmission
-from actors.batching.observer import BatchTraces
+from actors.batching.observer import AdmissionLimits, BatchTraces, RankAdmission
 from actors.channels.cuda import DEVICE_ENVIRONMENT
 from actors.channels.factory import spin_seconds
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
+from actors.kv.block_manager import BlockManager, StateSlots
 from actors.ranks.activation_pass import activation_bytes, batch_limit
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import ServingLoop, ServingParts
@@ -356,24 +354,22 @@ def serving_rank(
     channel_address: str = "",
 ) -> Rank:
     config, blocks = spec.config, parts.scheduler.blocks
-    drain = QueueDrain(parts.scheduler, monotonic_s)
-    traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
-    parts = parts._replace(observers=[*parts.observers, drain, traces])
-    clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
-    admission = RankAdmission(
+    limits = AdmissionLimits(
         spec.name,
         served.vocab_size,
         served.max_context_tokens,
         blocks.num_blocks * config.kv.block_tokens,
         config.schedule.max_waiting,
-        drain.retry_after_s,
     )
+    admission = RankAdmission(limits, parts.scheduler, monotonic_s)
+    traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
+    parts = parts._replace(observers=[admission, *parts.observers, traces])
+    clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
     recording.metrics.read_each(
         metrics.KV_BLOCKS, lambda: {(spec.name, state): n for state, n in blocks.counts.items()}
     )
-    loop = ServingLoop(
-        spec.name, clients, admission, served.tokenizer, parts, config.kv.block_tokens
-    )
+    block_tokens, vocabulary = config.kv.block_tokens, served.vocab_size
+    loop = ServingLoop(spec.name, clients, parts, block_tokens, served.tokenizer, vocabulary)
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),

@@ -16,6 +16,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from contracts import metrics
 from contracts.clock import Clock
@@ -72,9 +73,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         self._children: dict[tuple[str, tuple[str, ...]], Counter | Gauge | Histogram] = {}
-        self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
-        self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
-        self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
+        self._readings: dict[str, _Reading] = {}
         self._collect_lock = threading.Lock()
         self._buffers: dict[tuple[str, tuple[str, ...]], _ObservationBuffer] = {}
 
@@ -109,9 +108,7 @@ class Telemetry:
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
         """Call `of` at each scrape for a gauge's value or a counter's total."""
-        child = self._child(metric, labels)
-        assert isinstance(child, Counter | Gauge)
-        self._readings.append((child, growth(of) if isinstance(child, Counter) else of))
+        self.read_each(metric, lambda: {labels: of()})
 
     def start(self, metric: Metric, *labels: str) -> None:
         """Export the series from now on, so that its first event is a growth from 0."""
@@ -120,9 +117,10 @@ class Telemetry:
     def read_each(self, metric: Metric, of: Callable[[], Totals]) -> None:
         """Call `of` at each scrape for a counter's totals or a gauge's values, by labels.
 
-        New labels may appear. A gauge loses labels that are no longer returned.
+        New labels may appear. A gauge loses labels that are no longer returned. A metric that is
+        read is not updated otherwise in this process.
         """
-        self._totals.append((metric, of))
+        self._readings.setdefault(metric.name, _Reading(metric, [], {})).sources.append(of)
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus text format. Thread-safe."""
@@ -132,57 +130,50 @@ class Telemetry:
     def collect(self) -> list[Any]:
         """Return all metric families, as a collector of `prometheus_client`. Thread-safe."""
         with self._collect_lock:
-            self._read_all()
-            return list(self._registry.collect())
-
-    def _read_all(self) -> None:
-        for buffer in list(self._buffers.values()):
-            buffer.flush()
-        for child, of in self._readings:
-            if isinstance(child, Counter):
-                child.inc(of())
-            else:
-                child.set(of())
-        for metric, read_totals in self._totals:
-            totals = read_totals()
-            if metric.kind is MetricKind.GAUGE:
-                self._forget_all_but(metric, totals)
-            for labels, total in totals.items():
-                if metric.kind is MetricKind.GAUGE:
-                    self.set(metric, *labels, to=total)
-                    continue
-                before = self._counted.get((metric.name, labels), 0.0)
-                self._counted[metric.name, labels] = total
-                self.count(metric, *labels, by=total - before)
-
-    def _forget_all_but(self, metric: Metric, known: Totals) -> None:
-        for key in [key for key in self._children if key[0] == metric.name and key[1] not in known]:
-            del self._children[key]
-            self._families[metric.name].remove(*key[1])
+            for buffer in list(self._buffers.values()):
+                buffer.flush()
+            readings = [reading.family() for reading in list(self._readings.values())]
+            return [*self._registry.collect(), *filter(None, readings)]
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
         key = (metric.name, labels)
         child = self._children.get(key)
         if child is None:
-            family = self._family(metric)
+            family = self._families.get(metric.name)
+            if family is None:
+                family = self._families[metric.name] = _make(metric, self._registry)
             child = self._children[key] = family.labels(*labels) if metric.labels else family
         return child
 
-    def _family(self, metric: Metric) -> Counter | Gauge | Histogram:
-        family = self._families.get(metric.name)
-        if family is None:
-            family = self._families[metric.name] = _make(metric, self._registry)
-        return family
+
+class _Reading(NamedTuple):
+    """A metric that is read at each scrape. values: the latest, by labels."""
+
+    metric: Metric
+    sources: list[Callable[[], Totals]]
+    values: Totals
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily | None:
+        """Read the values; None while there are none."""
+        metric, values = self.metric, {k: v for of in self.sources for k, v in of().items()}
+        is_gauge = metric.kind is MetricKind.GAUGE
+        if is_gauge:
+            self.values.clear()
+        self.values.update(values)
+        make = GaugeMetricFamily if is_gauge else CounterMetricFamily
+        family = make(metric.name, metric.help, labels=metric.labels)
+        for labels, value in self.values.items():
+            family.add_metric(labels, value)
+        return family if family.samples else None
 
 
 def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    if metric.kind is MetricKind.COUNTER:
-        return Counter(metric.name, metric.help, metric.labels, registry=registry)
-    if metric.kind is MetricKind.GAUGE:
-        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-    return Histogram(
-        metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
-    )
+    if metric.kind is MetricKind.HISTOGRAM:
+        return Histogram(
+            metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
+        )
+    kind = Counter if metric.kind is MetricKind.COUNTER else Gauge
+    return kind(metric.name, metric.help, metric.labels, registry=registry)
 
 
 class _Families:

@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from actors.channels.loop_watchdog import EventLoopWatchdog
+from actors.channels.heartbeat import EventLoopWatchdog
 from actors.telemetry.telemetry import Telemetry
 from cluster.batch.store import has_unfinished
 from cluster.fleet.adoption import adopt, kill_orphans

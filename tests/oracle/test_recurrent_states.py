@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv import state_slots
+from actors.kv import block_manager
 from contracts.errors import CheckpointError, ResourceError
 from contracts.messages import Finished
 from contracts.plan import Plan
@@ -138,7 +138,7 @@ def test_a_group_hits_prefixes_at_checkpoints_and_continues_what_it_preempts(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """With chunked prompts, too few blocks and too few slots, under two plans."""
-    monkeypatch.setattr(state_slots, "CHECKPOINT_TOKENS", 64)
+    monkeypatch.setattr(block_manager, "CHECKPOINT_TOKENS", 64)
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(1, [70])[0]

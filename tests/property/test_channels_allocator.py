@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.channels.segments import (
+from actors.channels.shm import (
     FLAG_BYTES,
     IDLE_S,
     FirstFit,
@@ -50,7 +50,7 @@ def test_allocator_never_overlaps_and_finds_the_first_gap(steps: list[tuple[bool
 
 def check_gaps(allocator: FirstFit) -> None:
     """Used and free bytes are all bytes, no two pieces overlap, and no two gaps touch."""
-    gaps = list(zip(allocator._starts, allocator._ends, strict=True))
+    gaps = allocator._gaps
     used = [(start, start + size) for start, size in allocator._sizes.items()]
     pieces = sorted(gaps + used)
     assert [start for start, _ in pieces] == [0, *(end for _, end in pieces)][: len(pieces)]

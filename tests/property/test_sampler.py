@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kernels.device
-from actors.batching.finisher import TokenSampler
-from actors.batching.sampler import distribution
+from actors.batching.sampler import TokenSampler, distribution
 from actors.batching.sequence import Sequence
 from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import Submit

@@ -38,7 +38,7 @@ import random
 import time
 from pathlib import Path
 
-from actors.batching.finisher import TokenSampler
+from actors.batching.sampler import TokenSampler
 from actors.kv.block_manager import BlockManager
 from planner.scheduling.task_order import by_plan
 

@@ -8,7 +8,7 @@ from typing import Any
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.kv.block_manager import BlockManager
 from actors.moe.backend import ExpertBackend
 from actors.planning.planner_inputs import shape_of

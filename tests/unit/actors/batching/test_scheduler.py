@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.batching.admission import RankAdmission
 from actors.batching.batch_builder import ScheduledBatch
+from actors.batching.observer import AdmissionLimits, RankAdmission
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import SHARED_BATCHES, Sequence
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
+from actors.kv.block_manager import BlockManager, StateSlots
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
@@ -25,6 +24,7 @@ from planner.scheduling.batching import (
     SEPARATE_BATCHES,
     BatchSelection,
 )
+from tests.support.manual_clock import ManualClock
 
 BLOCK = 4
 POOL_BLOCKS = 10
@@ -375,19 +375,6 @@ def test_decodes_run_before_prompts_and_latency_sensitive_prompts_before_best_ef
     assert batch.priority is Priority.LS
 
 
-def test_cancelled_sequence_keeps_blocks_until_its_batch_ends() -> None:
-    sim = Simulation()
-    sequence = sim.add(range(8), 4)
-    sim.start()
-    sim.scheduler.cancel(sequence.key)
-    assert sequence.block_table, "the batch still writes there"
-    sim.check()
-    sim.finish()
-    assert not sequence.block_table
-    assert len(sim.scheduler) == 0
-    assert sim.ended == []
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     arrivals=st.lists(
@@ -501,7 +488,8 @@ def test_request_that_holds_all_blocks_is_requeued() -> None:
 
 def test_queue_is_bounded_per_request() -> None:
     sim = Simulation()
-    admission = RankAdmission("rank", 100, 100, POOL_TOKENS, max_waiting=4)
+    limits = AdmissionLimits("rank", 100, 100, POOL_TOKENS, max_waiting=4)
+    admission = RankAdmission(limits, sim.scheduler, ManualClock())
 
     ids = itertools.count()
 
@@ -510,7 +498,7 @@ def test_queue_is_bounded_per_request() -> None:
             number = next(ids)
             each = Submit(request_id=number, token_ids=[1], sampling=None, caller=caller)
             try:
-                admission.check(client, each, sim.scheduler)
+                admission.check(client, each)
             except OverloadError:
                 return done
             sim.scheduler.add(Sequence((client, number), each, BLOCK))
@@ -521,7 +509,7 @@ def test_queue_is_bounded_per_request() -> None:
     assert admitted(2, HOG, 3) == 1, "another client's request of the same number is another one"
     assert [admitted(3, Caller(b"", n), 1) for n in range(4)] == [1, 1, 0, 0], "8 in all"
     started = Submit(request_id=99, token_ids=[1, 2], sampling=Sampling(max_tokens=2), generated=1)
-    admission.check(4, started, sim.scheduler)  # elsewhere, and let in there
+    admission.check(4, started)  # elsewhere, and let in there
 
 
 def test_form_limits_starts_per_batch() -> None:

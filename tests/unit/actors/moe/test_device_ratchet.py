@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from actors.batching.finisher import TokenSampler
+from actors.batching.sampler import TokenSampler
 from actors.batching.sequence import Sequence
 from actors.channels.base import Header, Packet, PacketKind, TensorSpec
 from actors.channels.link import Reservation, lay_out

@@ -242,7 +242,7 @@ def test_sampling_error_fails_its_sequence(
     worker, client = rank
     plain, drawn = greedy(2), Sampling(max_tokens=2, seed=1, logprobs=2)
     wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=plain))
-    with patch(f"actors.batching.finisher.{where}", side_effect=error):
+    with patch(f"actors.batching.sampler.{where}", side_effect=error):
         with meeting(worker, 2):
             first = client.submit(PROMPTS[0], sampling=plain)
             second = client.submit(PROMPTS[1], sampling=drawn)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import actors.rpc.client_server
 import cluster.routing.rank_client
 from actors.channels.handshake import Identity
-from actors.channels.loop_watchdog import LoopWatchdog
+from actors.channels.heartbeat import LoopWatchdog
 from actors.rpc.client_server import ClientServer, event_frames
 from benchmarks.support.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
