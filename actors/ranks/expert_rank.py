@@ -190,7 +190,7 @@ class ExpertReports:
             self._recorder.observe(span)
 
     def _propose(self, placement: Placement) -> None:
-        self.rebalancer.propose(placement)
+        self.rebalancer.propose(PlacementUpdate(placement=placement))
 
     def _current(self) -> CurrentPlacement:
         placement, newest = self.rebalancer.placement, self.rebalancer.generations.newest
@@ -250,7 +250,7 @@ class ExpertLoop(RankLoop):
 
     def place(self, update: PlacementUpdate) -> None:
         """Start a resize; `placed` reports its outcome. Thread-safe."""
-        self.held.rebalancer.resize(update)
+        self.held.rebalancer.propose(update)
 
     def placed(self) -> PlacementState:
         """Return the state of the placement. Thread-safe."""
