@@ -25,7 +25,7 @@ from contracts.logs import event
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
 from contracts.ranks import DRAINED, RankReady, RankSpec, RankStatus
-from contracts.traces import RankTrace, TaskSpan
+from contracts.traces import RankTrace
 
 if TYPE_CHECKING:  # the planner's process has no endpoint, nor torch
     from actors.channels.endpoint import Endpoint
@@ -359,9 +359,6 @@ class Rank:
         key = ScrapeKey(config.http)
         self._exporter = Exporter(self._telemetry, key=key, name=self.spec.name)
         return self._exporter.open(config.metrics.host or self.spec.host)
-
-    def spans(self) -> list[TaskSpan]:
-        return [] if self._recording is None else self._recording.timeline.spans()
 
     def trace(self, since_s: float) -> RankTrace:
         """Return the recorded activity since a time on the rank's clock."""

@@ -13,7 +13,7 @@ from contracts.logs import set_up_logging
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
 from contracts.ranks import Group, RankReady, RankSpec, RankStatus
-from contracts.traces import RankTrace, TaskSpan
+from contracts.traces import RankTrace
 
 DRAIN_GRACE_S = 5.0  # for a loop in a long step
 
@@ -40,13 +40,16 @@ def _make_rank(spec: RankSpec) -> Rank:
 
 
 class WorkerShell:
-    """Holds one rank. `prepare` loads the weights, so that its errors reach the launcher."""
+    """Holds one rank in its own process. SIGTERM drains it."""
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
+        on_sigterm(self._drain)
 
     def prepare(self, spec: RankSpec) -> RankReady:
-        """Make the rank: load weights and listen."""
+        """Make the rank: load weights and listen. Its errors reach the launcher."""
+        set_up_logging(spec.name, spec.config.log)
+        watch_interpreter(2 * spec.config.log.stall_threshold_s)
         self._rank = _make_rank(spec)
         return msgspec.structs.replace(
             self._rank.ready,
@@ -75,9 +78,6 @@ class WorkerShell:
 
     def status(self) -> RankStatus:
         return self._made.status()
-
-    def spans(self) -> list[TaskSpan]:
-        return self._made.spans()
 
     def clock_s(self) -> float:
         return monotonic_s()
@@ -109,19 +109,6 @@ class WorkerShell:
         if self._rank is None:
             raise LaunchError("the rank is used before prepare()")
         return self._rank
-
-
-class LoggedShell(WorkerShell):
-    """A shell in its own process: sets up logging and drains at SIGTERM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        on_sigterm(self._drain)
-
-    def prepare(self, spec: RankSpec) -> RankReady:
-        set_up_logging(spec.name, spec.config.log)
-        watch_interpreter(2 * spec.config.log.stall_threshold_s)
-        return super().prepare(spec)
 
     def _drain(self) -> None:
         if self._rank is not None:
