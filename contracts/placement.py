@@ -80,14 +80,15 @@ def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class PlacementUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """Message of the launcher to an expert rank: its next placement and the present one.
+    """Proposal to an expert rank: its next placement.
 
-    The next placement may have more ranks or fewer. within_s: time for the change.
+    present: the present one, if the launcher proposes another number of ranks. within_s: time for
+    the change; 0: the default.
     """
 
     placement: Placement
-    present: Placement
-    within_s: float
+    present: Placement | None = None
+    within_s: float = 0.0
 
 
 class PlacementState(msgspec.Struct, frozen=True, kw_only=True):

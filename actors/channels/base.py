@@ -39,9 +39,9 @@ class PacketKind(enum.IntEnum):
     A2E = 0
     E2A = 1
     HINT = 2  # predicted for a later layer: local experts [n], and the probability of each [n]
-    # About placement generations (actors/rebalance/expert_generations.py). `batch` is the attempt
-    # (READY: that of the ACQUIRE it answers, 0 if none); `token_group` of PREPARED is its timeout
-    # in seconds; the payload is uint8 [n].
+    # About placement generations (actors/rebalance/placement_generations.py). `batch` is the
+    # attempt (READY: that of the ACQUIRE it answers, 0 if none); `token_group` of PREPARED is its
+    # timeout in seconds; the payload is uint8 [n].
     PREPARED = 3  # expert rank: its experts are loaded; payload: the placement as msgpack
     ABORT_VOTE = 4  # expert rank: it cannot load its experts; payload: the reason
     ABORTED = 5  # attention rank: it does not switch; payload: the reason

@@ -241,13 +241,13 @@ class BlockManager:
         for block in blocks:
             self._forget(block)
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (stored, evicted): hashes whose cached state changed since the last call."""
-        if not self._changes:
-            return [], []
-        changes, self._changes = self._changes, {}
-        stored = [digest for digest, held in changes.items() if held]
-        return stored, [digest for digest, held in changes.items() if not held]
+    def take_changes(self) -> dict[bytes, bool]:
+        """Return whether they are cached, of the hashes that changed since the last call."""
+        changes = self._changes
+        if not changes:
+            return {}
+        self._changes = {}
+        return changes
 
     def release(self, blocks: Sequence[int], *, best_effort: bool = False) -> None:
         """Drop references. The end of a chain is evicted first, after all best-effort blocks."""

@@ -2,9 +2,9 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from actors.telemetry.telemetry import Recorded, spans_of
+from actors.telemetry.telemetry import Recorded
 from contracts.planner_messages import ExpertReport, MicroBatchReport, NewTokens, RowsTime
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import step
@@ -29,31 +29,6 @@ class SpanRecorder:
     def end(self) -> list[Recorded]:
         spans, self._spans = self._spans or [], None
         return spans
-
-
-class ExpertRecorder:
-    """Sends a report of an expert rank after every `period_s` of work."""
-
-    def __init__(
-        self, rank: str, period_s: float, send: Callable[[Callable[[], ExpertReport | None]], None]
-    ) -> None:
-        self._rank = rank
-        self._period_s = period_s
-        self._send = send
-        self._recorder = SpanRecorder()
-        self._recorder.begin()
-        self._period_start_s: float | None = None
-
-    def observe(self, span: Recorded) -> None:
-        """Record a span; called by the loop thread."""
-        self._recorder.observe(span)
-        if self._period_start_s is None:
-            self._period_start_s = span.end_s
-        # SEND ends a call.
-        if span.stage is Stage.SEND and span.end_s - self._period_start_s >= self._period_s:
-            spans, self._period_start_s = self._recorder.end(), None
-            self._recorder.begin()
-            self._send(lambda: expert_report(self._rank, list(spans_of(spans))))
 
 
 def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:

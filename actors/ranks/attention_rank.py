@@ -5,7 +5,7 @@ Channels, heartbeats and the planner's link have their own threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from actors.batching.batch_builder import ScheduledBatch
@@ -68,7 +68,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     spec = prepare_process(spec)
     half, served = load_half(spec)
     check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
-    chunk_cost = ChunkCost(half.spec)
+    cost_of_chunk = chunk_cost(half.spec)
 
     kv = serving_pool(half, config, ranks_on_node=spec.ranks_on_node)
     blocks = block_manager(kv, config.kv)
@@ -81,7 +81,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     telemetry = RankMetrics(spec, monotonic_s)
     planning = RankPlanning(
         spec,
-        chunk_cost=chunk_cost,
+        chunk_cost=cost_of_chunk,
         upcoming=lambda: scheduler.upcoming(_next_forms(config.priority, scheduler)),
         clock=monotonic_s,
         telemetry=telemetry,
@@ -114,7 +114,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         scheduler,
         Executor(
             parts,
-            chunk_cost=chunk_cost,
+            chunk_cost=cost_of_chunk,
             choice=priorities.preemption(by_plan, priorities.user.pick),
         ),
         finisher,
@@ -240,16 +240,11 @@ class WarmUp(Observer):
                 raise self._unusable_checkpoint
 
 
-class ChunkCost:
-    """Relative attention cost of new tokens [start, stop): projections, scores and values.
+def chunk_cost(model: ModelSpec) -> Callable[[int, int], float]:
+    """Return the relative attention cost of new tokens [start, stop): projections, scores, values.
 
-    FinDEP Eq. 1, for grouped-query attention.
+    In attended tokens; FinDEP Eq. 1, for grouped-query attention.
     """
-
-    def __init__(self, model: ModelSpec) -> None:
-        attended_flops = 4 * model.num_heads * model.head_dim
-        linear_flops = 2 * attention_parameters(model)
-        self._linear_tokens = linear_flops / attended_flops  # in units of one attended token
-
-    def __call__(self, start: int, stop: int) -> float:
-        return (stop - start) * (self._linear_tokens + (start + stop) / 2)
+    attended_flops = 4 * model.num_heads * model.head_dim
+    linear_tokens = 2 * attention_parameters(model) / attended_flops
+    return lambda start, stop: (stop - start) * (linear_tokens + (start + stop) / 2)

@@ -7,7 +7,6 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -16,20 +15,21 @@ from actors.channels.factory import rank_endpoint
 from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
-from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
+from actors.moe.rank_experts import CachedExperts, ResidentExperts
 from actors.offload.cache_factory import device_cache, expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink
-from actors.planning.stage_report import ExpertRecorder
+from actors.planning.stage_report import SpanRecorder, expert_report
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import Priorities, prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
-from actors.telemetry.telemetry import RankMetrics, Recorded
+from actors.telemetry.telemetry import RankMetrics, Recorded, spans_of
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.placement import Placement, PlacementState, PlacementUpdate
-from contracts.planner_messages import CurrentPlacement, MoveOutcome, PlacementReport
+from contracts.placement import PlacementUpdate
+from contracts.planner_messages import CurrentPlacement, MoveOutcome
 from contracts.ranks import DRAINED, RankReady, RankSpec
+from contracts.traces import Stage
 from kernels.device import runs_on_device
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
@@ -54,66 +54,48 @@ def expert_rank(spec: RankSpec) -> Rank:
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
     endpoint.dump_stacks_after(spec.config.log.stall_threshold_s)
-    held = _load_experts(spec, model, endpoint, telemetry, reports)
-    _register_metrics(held.rebalancer, spec.name, telemetry)
+    experts, *loaders = _load_experts(spec, model, endpoint, telemetry)
+    reports.rebalancer = rebalancer = ExpertRebalancer(
+        endpoint,
+        spec.placement,
+        experts,
+        *loaders,
+        deadline_s=spec.config.placement.move_timeout_s,
+        clock=monotonic_s,
+        report=lambda outcome: reports.link.report(lambda: outcome),
+        settled=lambda: reports.link.report(reports.current),
+    )
+    _register_metrics(rebalancer, spec.name, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
     choice = priorities.preemption(oldest_of_highest_class, priorities.user.serve)
     server = ExpertServer(
         endpoint,
-        held.experts,
+        experts,
         timeline=recorded.timeline,
         clock=monotonic_s,
         choice=choice,
-        generations=held.rebalancer,
+        generations=rebalancer,
         device=device,
     )
     ready = RankReady(name=spec.name, pid=os.getpid(), channel_address=endpoint.listen(spec.host))
-    loop = ExpertLoop(endpoint, server, held, reports)
-    hooks = RankHooks(join_planner=reports.join)
+    loop = ExpertLoop(endpoint, server, rebalancer, reports.link)
+    hooks = RankHooks(
+        join_planner=reports.link.join, place=rebalancer.propose, placed=rebalancer.placed
+    )
     return Rank(spec, ready, loop, telemetry, recorded, hooks)
 
 
-class HeldExperts(NamedTuple):
-    """The rank's experts and their rebalancer."""
-
-    experts: RankExperts
-    rebalancer: ExpertRebalancer
-
-    def close(self) -> None:
-        """Close all parts. May be called twice."""
-        self.rebalancer.close()
-        self.experts.close()
-
-
 def _load_experts(
-    spec: RankSpec,
-    model: ModelSpec,
-    endpoint: Endpoint,
-    telemetry: RankMetrics,
-    reports: ExpertReports,
-) -> HeldExperts:
-    """Load all of the rank's experts, or open a cache of them if `experts` limits their number."""
+    spec: RankSpec, model: ModelSpec, endpoint: Endpoint, telemetry: RankMetrics
+) -> tuple[ResidentExperts | CachedExperts, ExpertLoader, ExpertLoader]:
+    """Load all of the rank's experts, or open a cache of them if `experts` limits their number.
+
+    Returns them with the loaders of proposals and of leases.
+    """
     dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
     own, generation = spec.own_experts, spec.placement.generation
-
-    def rebalance(
-        store: ResidentExperts | CachedExperts, loader: ExpertLoader, urgent_loader: ExpertLoader
-    ) -> ExpertRebalancer:
-        reports.rebalancer = ExpertRebalancer(
-            endpoint,
-            spec.placement,
-            store,
-            loader,
-            urgent_loader,
-            deadline_s=spec.config.placement.move_timeout_s,
-            clock=monotonic_s,
-            report=reports.report_outcome,
-            settled=reports.report_placement,
-        )
-        return reports.rebalancer
-
     if spec.config.experts.is_bounded:
         known = own if any(own.values()) else None  # a rank added later: any expert
         cached: CachedExperts
@@ -125,8 +107,7 @@ def _load_experts(
             cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
             endpoint.watch(cache.fileno())
             cached = CachedExperts(cache, own, clamped_gate(model), generation)
-        listed = CachedExpertLoader(spec, model, urgent=True)
-        return HeldExperts(cached, rebalance(cached, CachedExpertLoader(spec, model), listed))
+        return cached, CachedExpertLoader(spec, model), CachedExpertLoader(spec, model, urgent=True)
     moves = spec.config.placement.rebalance != "off"
     folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
     checkpoint = Checkpoint(folder)
@@ -145,8 +126,7 @@ def _load_experts(
     resident = ResidentExperts(half, generation, calls)
     layout = ExpertLayout(model, dtype, device)
     urgent_loader = ResidentExpertLoader(spec, layout, resident, loaded, urgent=True)
-    loader = ResidentExpertLoader(spec, layout, resident, loaded)
-    return HeldExperts(resident, rebalance(resident, loader, urgent_loader))
+    return resident, ResidentExpertLoader(spec, layout, resident, loaded), urgent_loader
 
 
 def _register_metrics(rebalancer: ExpertRebalancer, name: str, telemetry: RankMetrics) -> None:
@@ -159,52 +139,54 @@ def _register_metrics(rebalancer: ExpertRebalancer, name: str, telemetry: RankMe
 
 
 class ExpertReports:
-    """Reports expert calls and outcomes of proposals to the planner."""
+    """Reports expert calls and the placement to the planner; owned by the loop thread."""
 
     rebalancer: ExpertRebalancer
 
     def __init__(self, spec: RankSpec) -> None:
-        self._spec = spec
-        callbacks = PlacementCallbacks(self._current, self._propose)
-        self.link = PlannerLink(spec, monotonic_s, callbacks)
-        self._recorder: ExpertRecorder | None = None
+        self._name, self._config = spec.name, spec.config.planner
+        self.link = PlannerLink(
+            spec,
+            monotonic_s,
+            PlacementCallbacks(
+                self.current,
+                lambda placement: self.rebalancer.propose(PlacementUpdate(placement=placement)),
+            ),
+        )
+        self._recorder = SpanRecorder()
+        self._period_start_s: float | None = None
 
-    def join(self, address: str) -> None:
-        """Connect to the planner at this address from now on."""
-        self.link.join(address)
-        planner = self._spec.config.planner
-        if planner.refit and self._recorder is None:
-            self._recorder = ExpertRecorder(
-                self._spec.name, planner.report_interval_s, self.link.report
-            )
-
-    def report_outcome(self, outcome: PlacementReport) -> None:
-        self.link.report(lambda: outcome)
-
-    def report_placement(self) -> None:
-        """Report a placement, which the launcher may have changed."""
-        self.link.report(self._current)
+    def current(self) -> CurrentPlacement:
+        placement, newest = self.rebalancer.placement, self.rebalancer.generations.newest
+        return CurrentPlacement(rank=self._name, placement=placement, newest=newest)
 
     def observe(self, span: Recorded) -> None:
-        if self._recorder is not None:
-            self._recorder.observe(span)
-
-    def _propose(self, placement: Placement) -> None:
-        self.rebalancer.propose(placement)
-
-    def _current(self) -> CurrentPlacement:
-        placement, newest = self.rebalancer.placement, self.rebalancer.generations.newest
-        return CurrentPlacement(rank=self._spec.name, placement=placement, newest=newest)
+        """Record a span; send a report after every `report_interval_s` of work."""
+        if not self._config.refit or not self.link.is_joined:
+            return
+        if self._period_start_s is None:
+            self._period_start_s = span.end_s
+            self._recorder.begin()
+        self._recorder.observe(span)
+        # SEND ends a call.
+        worked_s = span.end_s - self._period_start_s
+        if span.stage is Stage.SEND and worked_s >= self._config.report_interval_s:
+            spans, self._period_start_s = self._recorder.end(), None
+            self.link.report(lambda: expert_report(self._name, list(spans_of(spans))))
 
 
 class ExpertLoop(RankLoop):
     """Serves token groups."""
 
     def __init__(
-        self, endpoint: Endpoint, server: ExpertServer, held: HeldExperts, reports: ExpertReports
+        self,
+        endpoint: Endpoint,
+        server: ExpertServer,
+        rebalancer: ExpertRebalancer,
+        link: PlannerLink,
     ) -> None:
-        self.server, self.held = server, held
-        self._endpoint, self._reports = endpoint, reports
+        self.server, self.rebalancer = server, rebalancer
+        self._endpoint, self._link = endpoint, link
         self.drained = threading.Event()
         self._until_s: float | None = None  # end of the drain
         self._has_announced = False
@@ -226,8 +208,8 @@ class ExpertLoop(RankLoop):
             return
         if not self._has_announced:
             self._has_announced = True
-            self.held.rebalancer.announce_drain()
-        if self.held.rebalancer.is_drained or monotonic_s() >= until_s:
+            self.rebalancer.announce_drain()
+        if self.rebalancer.is_drained or monotonic_s() >= until_s:
             self.drained.set()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
@@ -242,22 +224,15 @@ class ExpertLoop(RankLoop):
 
     def close(self) -> None:
         try:
-            self._reports.link.close()
+            self._link.close()
             self.server.close()
-            self.held.close()
+            self.rebalancer.close()
+            self.rebalancer.store.close()
         finally:
             self._endpoint.close()
 
-    def place(self, update: PlacementUpdate) -> None:
-        """Start a resize; `placed` reports its outcome. Thread-safe."""
-        self.held.rebalancer.resize(update)
-
-    def placed(self) -> PlacementState:
-        """Return the state of the placement. Thread-safe."""
-        return self.held.rebalancer.placed()
-
     def sections(self) -> dict[str, dict[str, float]]:
-        rebalancer = self.held.rebalancer
+        rebalancer = self.rebalancer
         outcomes = {
             outcome.value: count for outcome, count in list(rebalancer.outcomes.counts.items())
         }
@@ -273,6 +248,6 @@ class ExpertLoop(RankLoop):
         }
 
     def notes(self) -> dict[str, str]:
-        under_way = self.held.rebalancer.generations.under_way
+        under_way = self.rebalancer.generations.under_way
         notes = {} if under_way is None else {"placement": f"generation {under_way} is pending"}
         return notes | ({"leaving": DRAINED} if self.drained.is_set() else {})

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, NamedTuple
 
 from actors.ranks.rendezvous import WorkerHandle, channel_addresses, gather, peer_addresses
-from actors.rebalance.expert_generations import is_taken
+from actors.rebalance.placement_generations import is_taken
 from contracts.clock import monotonic_s
 from contracts.config import PlacementConfig, TandemConfig
 from contracts.errors import LaunchError, ResourceError, TandemError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -77,11 +77,9 @@ class WorkerLog:
     def progressed(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
         self._progress[key] = PromptProgress(key, done_tokens, until_tokens)
 
-    def stored(self, digests: Iterable[bytes]) -> None:
-        self._cache.update(dict.fromkeys(digests, True))
-
-    def evicted(self, digests: Iterable[bytes]) -> None:
-        self._cache.update(dict.fromkeys(digests, False))
+    def cached(self, changes: Mapping[bytes, bool]) -> None:
+        """Note whether blocks are cached, by digest."""
+        self._cache.update(changes)
 
     def ended(self, key: RequestKey) -> None:
         self._open.remove(key)
@@ -189,9 +187,7 @@ class PrefillLog(Observer):
         self._timing.completed(batch)
         for chunk in batch.chunks:
             self._advance(chunk.sequence, chunk.stop)
-        stored, evicted = self._blocks.take_changes()
-        self._log.stored(stored)
-        self._log.evicted(evicted)
+        self._log.cached(self._blocks.take_changes())
 
     def ended(self, sequence: Sequence) -> None:
         self._log.ended(log_key(sequence.key[0], sequence.submit))

@@ -14,17 +14,18 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from actors.batching.observer import LoopControl, Observer
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import RankMetrics, Recorded, Telemetry, Timeline
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import ChannelError
+from contracts.errors import ChannelError, LaunchError
 from contracts.logs import event
+from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
 from contracts.ranks import DRAINED, RankReady, RankSpec, RankStatus
-from contracts.traces import RankTrace, TaskSpan
+from contracts.traces import RankTrace
 
 if TYPE_CHECKING:  # the planner's process has no endpoint, nor torch
     from actors.channels.endpoint import Endpoint
@@ -221,6 +222,10 @@ class RankLoop:
         return {}
 
 
+def _no_placement(update: PlacementUpdate | None = None) -> NoReturn:
+    raise LaunchError("only an expert rank has a placement")
+
+
 class RankHooks(NamedTuple):
     """Operations of some kinds of ranks; by default they do nothing."""
 
@@ -228,6 +233,8 @@ class RankHooks(NamedTuple):
     join_planner: Callable[[str], None] = lambda address: None
     pin_plan: Callable[[Plan | None], None] = lambda plan: None  # of all later batches
     resize: Callable[[int, int], None] = lambda attention, expert: None  # numbers of ranks
+    place: Callable[[PlacementUpdate], None] = _no_placement
+    placed: Callable[[], PlacementState] = _no_placement
 
 
 _NO_HOOKS = RankHooks()
@@ -287,7 +294,7 @@ class Rank:
         self.spec = spec
         self.ready = ready
         self.loop = loop
-        self.connect, self.join_planner, self.pin_plan, self.resize = hooks
+        self.hooks = hooks
         self._recording = recording
         self._timeline = timeline if recording is None else recording.timeline
         self._telemetry = telemetry
@@ -352,9 +359,6 @@ class Rank:
         key = ScrapeKey(config.http)
         self._exporter = Exporter(self._telemetry, key=key, name=self.spec.name)
         return self._exporter.open(config.metrics.host or self.spec.host)
-
-    def spans(self) -> list[TaskSpan]:
-        return [] if self._recording is None else self._recording.timeline.spans()
 
     def trace(self, since_s: float) -> RankTrace:
         """Return the recorded activity since a time on the rank's clock."""

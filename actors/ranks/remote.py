@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.ranks.shell import LoggedShell, WorkerShell
+from actors.ranks.shell import WorkerShell
 from contracts.errors import LaunchError, TandemError
 from contracts.logs import event
 from contracts.ranks import RankReady, RankSpec, RankStatus
@@ -27,16 +27,16 @@ _STATUS, _QUERIES = "status", "looks"
 # Calls answered while another one, such as `connect`, runs. `status` has its own thread, because
 # supervisors use it as the liveness check.
 _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
-    ("metrics", "spans", "clock_s", "trace", "identity", "drain", "place", "placed"), _QUERIES
+    ("metrics", "clock_s", "trace", "identity", "drain", "place", "placed"), _QUERIES
 )
 
 
-def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:
+def rank_class(name: str, shell: type[WorkerShell] = WorkerShell) -> Any:
     """Return the actor class of one rank, with the rank's name for `ps` and `ray list actors`."""
     return ray.remote(concurrency_groups={_STATUS: 1, _QUERIES: 1})(type(name, (shell,), {}))
 
 
-class OrphanGuardShell(LoggedShell):
+class OrphanGuardShell(WorkerShell):
     """Shell of an actor that outlives its launcher, so that another launcher can adopt it.
 
     Without a status request for groups.orphan_timeout_s it ends and removes its placement group.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from actors.channels.local_process import own_identity
@@ -15,12 +13,9 @@ from contracts.logs import set_up_logging
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
 from contracts.ranks import Group, RankReady, RankSpec, RankStatus
-from contracts.traces import RankTrace, TaskSpan
+from contracts.traces import RankTrace
 
 DRAIN_GRACE_S = 5.0  # for a loop in a long step
-
-if TYPE_CHECKING:
-    from actors.ranks.expert_rank import ExpertLoop
 
 
 def _make_rank(spec: RankSpec) -> Rank:
@@ -45,13 +40,16 @@ def _make_rank(spec: RankSpec) -> Rank:
 
 
 class WorkerShell:
-    """Holds one rank. `prepare` loads the weights, so that its errors reach the launcher."""
+    """Holds one rank in its own process. SIGTERM drains it."""
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
+        on_sigterm(self._drain)
 
     def prepare(self, spec: RankSpec) -> RankReady:
-        """Make the rank: load weights and listen."""
+        """Make the rank: load weights and listen. Its errors reach the launcher."""
+        set_up_logging(spec.name, spec.config.log)
+        watch_interpreter(2 * spec.config.log.stall_threshold_s)
         self._rank = _make_rank(spec)
         return msgspec.structs.replace(
             self._rank.ready,
@@ -60,19 +58,19 @@ class WorkerShell:
         )
 
     def connect(self, addresses: dict[str, str]) -> None:
-        self._made.connect(addresses)
+        self._made.hooks.connect(addresses)
 
     def place(self, update: PlacementUpdate) -> None:
         """Start a placement update (actors/ranks/expert_resize.py); expert ranks only."""
-        self._experts.place(update)
+        self._made.hooks.place(update)
 
     def placed(self) -> PlacementState:
         """Return the state of the placement; expert ranks only."""
-        return self._experts.placed()
+        return self._made.hooks.placed()
 
     def join_planner(self, address: str) -> None:
         """Connect to the planner in the background; attention and expert ranks only."""
-        self._made.join_planner(address)
+        self._made.hooks.join_planner(address)
 
     def start(self) -> None:
         freeze_heap()
@@ -80,9 +78,6 @@ class WorkerShell:
 
     def status(self) -> RankStatus:
         return self._made.status()
-
-    def spans(self) -> list[TaskSpan]:
-        return self._made.spans()
 
     def clock_s(self) -> float:
         return monotonic_s()
@@ -92,7 +87,7 @@ class WorkerShell:
 
     def pin_plan(self, plan: Plan | None) -> None:
         """Set the plan of all later batches; attention ranks only."""
-        self._made.pin_plan(plan)
+        self._made.hooks.pin_plan(plan)
 
     def drain(self, within_s: float) -> None:
         """Accept nothing new; complete or hand over all work in time."""
@@ -100,7 +95,7 @@ class WorkerShell:
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
         """Plan for a group of this size from now on; the planner only."""
-        self._made.resize(attention_ranks, expert_ranks)
+        self._made.hooks.resize(attention_ranks, expert_ranks)
 
     def metrics(self) -> str:
         return self._made.metrics()
@@ -110,32 +105,10 @@ class WorkerShell:
             self._rank.stop()
 
     @property
-    def _experts(self) -> ExpertLoop:
-        from actors.ranks.expert_rank import ExpertLoop
-
-        loop = self._made.loop
-        if not isinstance(loop, ExpertLoop):
-            raise LaunchError(f"{self._made.spec.name} is no expert rank: it has no placement")
-        return loop
-
-    @property
     def _made(self) -> Rank:
         if self._rank is None:
             raise LaunchError("the rank is used before prepare()")
         return self._rank
-
-
-class LoggedShell(WorkerShell):
-    """A shell in its own process: sets up logging and drains at SIGTERM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        on_sigterm(self._drain)
-
-    def prepare(self, spec: RankSpec) -> RankReady:
-        set_up_logging(spec.name, spec.config.log)
-        watch_interpreter(2 * spec.config.log.stall_threshold_s)
-        return super().prepare(spec)
 
     def _drain(self) -> None:
         if self._rank is not None:

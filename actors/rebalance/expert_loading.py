@@ -205,7 +205,16 @@ class ResidentExpertLoader(ExpertLoader):
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
         if (reason := super().misfit(placement, resizes=resizes)) or self._urgent or resizes:
             return reason
-        return self._too_much(self._lacking(placement))
+        ids_of = placement.experts_of(self._spec.rank)
+        keys = missing_experts(self._store.nearest(ids_of), ids_of)
+        wanted_bytes = len(keys) * self._layout.num_bytes(1)
+        most_bytes = self._config.max_move_bytes
+        if wanted_bytes <= most_bytes:
+            return ""
+        return (
+            f"it loads {wanted_bytes} bytes of experts on {self._spec.name}, "
+            f"placement.max_move_bytes={most_bytes}: move them in several steps"
+        )
 
     def begin(self, placement: Placement, done: LoadHandler) -> None:
         before, self._stopped = self._thread, threading.Event()
@@ -297,19 +306,6 @@ class ResidentExpertLoader(ExpertLoader):
         """Free on a thread: returning thousands of pages to the kernel would delay the loop."""
         name = f"{self._spec.name}-free-experts"
         threading.Thread(target=_free, args=(half.layers(),), name=name, daemon=True).start()
-
-    def _lacking(self, placement: Placement) -> list[ExpertKey]:
-        ids_of = placement.experts_of(self._spec.rank)
-        return missing_experts(self._store.nearest(ids_of), ids_of)
-
-    def _too_much(self, keys: Sequence[ExpertKey]) -> str:
-        wanted_bytes = len(keys) * self._layout.num_bytes(1)
-        if wanted_bytes <= self._config.max_move_bytes:
-            return ""
-        return (
-            f"it loads {wanted_bytes} bytes of experts on {self._spec.name}, "
-            f"placement.max_move_bytes={self._config.max_move_bytes}: move them in several steps"
-        )
 
 
 def lower_thread_priority() -> None:

@@ -266,8 +266,8 @@ class Fleet:
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         """Return the recorded spans of all ranks in order of their start. Raises a rank's error."""
-        pending = _call_all("spans", self._groups)
-        spans = [span for _, future in pending for span in future.result(timeout_s)]
+        pending = _call_all("trace", self._groups, 0.0)
+        spans = [span for _, future in pending for span in future.result(timeout_s).spans]
         return sorted(spans, key=lambda span: span.start_s)
 
     def trace(self, seconds: float, since_s: float, first_pid: int) -> TraceResponse:

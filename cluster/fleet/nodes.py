@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.ranks.remote import NAMESPACE, OrphanGuardShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
-from actors.ranks.shell import LoggedShell
+from actors.ranks.shell import WorkerShell
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.device_modes import check_device
 from contracts.errors import ResourceError
@@ -214,7 +214,7 @@ class RankPlacement(NamedTuple):
         request = self.requests[bundle]
         resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
         name = rank_name(request.group, request.rank)
-        shell, key, outliving = LoggedShell, "", dict[str, str]()
+        shell, key, outliving = WorkerShell, "", dict[str, str]()
         if self.application:
             shell, key = OrphanGuardShell, f"{self.name}/{name}/{secrets.token_hex(4)}"
             outliving = {"name": key, "namespace": NAMESPACE, "lifetime": "detached"}

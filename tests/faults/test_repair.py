@@ -56,7 +56,7 @@ class Load:
 
 def experts_there(rank: Rank) -> int:
     assert isinstance(rank.loop, ExpertLoop)
-    return rank.loop.held.rebalancer.store.count
+    return rank.loop.rebalancer.store.count
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def test_expert_rank_with_old_epoch_is_rejected(deep: Path, right: list[list[int
         try:
             assert late.ready.channel_address != address
             with pytest.raises(ChannelError, match=r"expert-0 is at epoch 1, which has been rep"):
-                group.attention[0].connect({"expert-0": late.ready.channel_address})
+                group.attention[0].hooks.connect({"expert-0": late.ready.channel_address})
         finally:
             late.stop()
         load().check()

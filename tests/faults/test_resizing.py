@@ -285,9 +285,8 @@ class ThreadHandle:
         self._rank = rank
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        of = self._rank.loop if method in ("place", "placed") else self._rank
         done: Future[Any] = Future()
-        done.set_result(getattr(of, method)(*arguments))
+        done.set_result(getattr(self._rank.hooks, method)(*arguments))
         return done
 
 

@@ -211,7 +211,7 @@ def test_shared_experts_of_every_layer_are_tasks_of_the_attention_rank(
             with meeting(group.attention[0], 2):
                 ids = [client.submit(seq, sampling=greedy(4)) for seq in prompts(12, [9, 9])]
             client.wait(*ids)
-            spans = [span for span in group.attention[0].spans() if span.layer == 0]
+            spans = [span for span in group.attention[0].trace(0.0).spans if span.layer == 0]
         batch = max(span.batch for span in spans if span.micro_batch == 1)
         stages = [span.stage for span in spans if span.batch == batch]
         tasks = [stage for stage in stages if stage in (Stage.ATTENTION, Stage.SHARED)]

@@ -339,7 +339,7 @@ def replaced(group: PrefillThreads, rank: int) -> Rank:
     others = [each for each in group.workers if each.ready.name != worker.ready.name]
     addresses = channel_addresses([w.ready for w in (*others, worker)], Group.PREFILL)
     for each in (*others, worker):
-        each.connect(addresses)
+        each.hooks.connect(addresses)
     worker.start()
     return worker
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rebalance.placement_transition import AttentionGenerations
+from actors.rebalance.placement_generations import AttentionGenerations
 from tests.support.simulated_generations import DEADLINE_S, Faults, World, proposal, settled
 
 chances = st.sampled_from((0.0, 0.1, 0.4))
@@ -41,7 +41,7 @@ def test_without_faults_every_rank_switches_to_the_proposal(seed: int, attention
     world.run()
     assert not settled(world)
     assert world.switches == attentions
-    assert {expert.machine.current for expert in world.experts.values()} == {1}
+    assert {expert.machine.current.generation for expert in world.experts.values()} == {1}
 
 
 def test_smaller_generation_waits_for_departing_ranks() -> None:

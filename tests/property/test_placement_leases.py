@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.channels.base import PacketKind
-from actors.rebalance.expert_generations import Action, FreeExperts, LoadExperts, PlacementMessage
-from actors.rebalance.placement_messages import MOST, PlacementLeases
+from actors.rebalance.expert_rebalancer import MOST, PlacementLeases
+from actors.rebalance.placement_generations import PlacementMessage
 from contracts.placement import Placement
 from contracts.requests import Priority
 from planner.placement.resize import MAX_FAILOVER_RANKS, is_failover
@@ -61,7 +61,8 @@ class World:
         for priority in Priority:
             self._links[name, priority].clear()
         self._answers[name].clear()
-        self.do(self.machine.remove_peer(name))
+        self.machine.remove_peer(name)
+        self.do()
 
     def want(self, name: str, placement: Placement, attempt: int) -> None:
         generation = placement.generation
@@ -73,23 +74,24 @@ class World:
         if generation not in self.resident:
             self.broken.append(f"{name} needs {generation}, which was let go of")
 
-    def do(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, LoadExperts):
-                self._begin(action.placement.generation)
-            elif isinstance(action, FreeExperts):
-                self.resident.discard(action.generation)
-                if action.generation == self.loading:
-                    self.loading = None
-            elif isinstance(action, PlacementMessage):
-                if action.kind is PacketKind.READY and action.generation not in self.resident:
-                    self.broken.append(f"{action.generation} is said to be there")
-                receive = functools.partial(self.attentions[action.peer].receive, action)
-                self._answers[action.peer].append(receive)
+    def do(self, messages: Iterable[PlacementMessage] = ()) -> None:
+        self.resident.intersection_update(self.machine.needed)
+        loading = self.machine.loading
+        if loading is None:
+            self.loading = None
+        elif loading.generation != self.loading:
+            self._begin(loading.generation)
+        for message in messages:
+            if message.kind is PacketKind.READY and message.generation not in self.resident:
+                self.broken.append(f"{message.generation} is said to be there")
+            receive = functools.partial(self.attentions[message.peer].receive, message)
+            self._answers[message.peer].append(receive)
 
     def _begin(self, generation: int) -> None:
-        if self.loading is not None or generation in self.resident:
-            self.broken.append(f"{generation} is read, as {self.loading}, beside {self.resident}")
+        if generation in self.resident:
+            self.broken.append(f"{generation} is read beside {self.resident}")
+        if self.loading in self.machine.needed:
+            self.broken.append(f"{generation} is read before {self.loading}")
         self.loading = generation
         self.reads.append(generation)
 
@@ -175,10 +177,11 @@ class Attention:
         self._in_each_class(self.world.machine.committed, generation)
 
     def _in_each_class(
-        self, operation: Callable[[str, int, Priority], list[Action]], generation: int
+        self, operation: Callable[[str, int, Priority], None], generation: int
     ) -> None:
         def arrive(priority: Priority) -> None:
-            self.world.do(operation(self.name, generation, priority))
+            operation(self.name, generation, priority)
+            self.world.do()
 
         for priority in Priority:
             self.world.send(self.name, priority, functools.partial(arrive, priority))
@@ -200,7 +203,7 @@ def test_leased_placements_stay_loaded_and_unleased_ones_are_freed(seed: int, st
         attention.retire(3)
     world.settle()
     assert not world.resident
-    assert not any(map(world.machine.needs, GENERATIONS))
+    assert not world.machine.needed
 
 
 @given(seed=st.integers(0, 1 << 32), wanted=st.permutations(GENERATIONS))
@@ -223,21 +226,21 @@ def test_ready_carries_acquire_attempt_while_release_is_in_flight() -> None:
     machine, generation = PlacementLeases(), STAND_INS[0]
     placement = proposal(generation, 1)
     machine.acquire("attention-0", placement, 1, resident=False, misfit="")
-    assert not machine.release("attention-0", generation, Priority.LS)
+    machine.release("attention-0", generation, Priority.LS)
     assert not machine.acquire("attention-0", placement, 2, resident=False, misfit="")
     assert machine.loaded(generation) == [
-        PlacementMessage("attention-0", PacketKind.READY, generation, 2)
+        PlacementMessage("attention-0", PacketKind.READY, generation, 2, placement=placement)
     ]
-    assert not machine.release("attention-0", generation, Priority.BE), "that of the first"
-    assert machine.needs(generation)
+    machine.release("attention-0", generation, Priority.BE)
+    assert generation in machine.needed, "that was of the first"
 
 
 @pytest.mark.parametrize("operation", ["left", "refused", "wanted"])
 def test_rank_exceeding_lease_limit_is_rejected_and_forgotten(operation: str) -> None:
     """Leases of other ranks stay."""
     machine, good = PlacementLeases(), STAND_INS[0]
-    first = machine.acquire("attention-0", proposal(good, 1), 1, resident=False, misfit="")
-    assert [type(action) for action in first] == [LoadExperts]
+    assert not machine.acquire("attention-0", proposal(good, 1), 1, resident=False, misfit="")
+    assert machine.loading == proposal(good, 1)
 
     def send_one(number: int) -> None:
         generation = number if operation == "wanted" else (number << MAX_FAILOVER_RANKS) | 1
@@ -254,11 +257,11 @@ def test_rank_exceeding_lease_limit_is_rejected_and_forgotten(operation: str) ->
     with pytest.raises(ValueError, match=rf"attention-1 holds {MOST + 1} generations .* {MOST} at"):
         send_one(MOST + 1)
     machine.remove_peer("attention-1")
-    assert machine.needs(good)
+    assert good in machine.needed
     send_one(1)
     machine.remove_peer("attention-1")
-    assert not any(machine.needs(one) for one in range(1, MOST + 2))
+    assert set(machine.needed) == {good}
     for priority in Priority:
         machine.release("attention-0", good, priority)
-    assert not any(vars(machine)[name] for name in ("_by", "_placements", "_waiting"))
+    assert not any(vars(machine)[name] for name in ("_by", "_placements", "_unloaded"))
     assert vars(machine)["_owed"] == {"attention-0": {}}

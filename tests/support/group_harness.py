@@ -104,7 +104,7 @@ class ThreadGroup:
             w.ready.name: w.ready.channel_address for w in self.experts if not w._stopping.is_set()
         }
         for attention_worker in self.attention:
-            attention_worker.connect(addresses)
+            attention_worker.hooks.connect(addresses)
 
     def replace(self, name: str) -> Rank:
         """Replace a rank under a new epoch, and connect the new one."""
@@ -133,7 +133,7 @@ class ThreadGroup:
     def join_planner(self, address: str) -> None:
         """Connect all ranks to the planner."""
         for worker in self.ranks:
-            worker.join_planner(address)
+            worker.hooks.join_planner(address)
 
     def client(self, rank: int = 0) -> RankConnection:
         worker = self.attention[rank]
@@ -141,7 +141,7 @@ class ThreadGroup:
 
     def pin(self, plan: Plan) -> None:
         for worker in self.attention:
-            worker.pin_plan(plan)
+            worker.hooks.pin_plan(plan)
 
 
 class PrefillThreads:
@@ -168,7 +168,7 @@ class PrefillThreads:
                 self.workers.append(prefill_rank(spec))
             addresses = channel_addresses([w.ready for w in self.workers], Group.PREFILL)
             for worker in self.workers:
-                worker.connect(addresses)
+                worker.hooks.connect(addresses)
             for worker in self.workers:
                 worker.start()
         except BaseException:

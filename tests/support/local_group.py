@@ -24,7 +24,6 @@ from contracts.config import TandemConfig
 from contracts.hardware import Hardware
 from contracts.placement import Placement
 from contracts.ranks import Group, RankReady, RankSpec, RankStatus, rank_names
-from contracts.traces import TaskSpan
 from tests.support.rank_process import RankProcess
 
 STOP_TIMEOUT_S = 5.0
@@ -188,12 +187,6 @@ class LocalGroup:
         """Return the Prometheus text of each process by name."""
         futures = [(name, process.call("metrics")) for name, process in self.processes.items()]
         return {name: future.result(timeout_s) for name, future in futures}
-
-    def spans(self, timeout_s: float = 30.0) -> list[TaskSpan]:
-        """Return the spans of all ranks by start time."""
-        futures = [rank.call("spans") for rank in self._ranks]
-        spans = [span for future in futures for span in future.result(timeout_s)]
-        return sorted(spans, key=lambda span: span.start_s)
 
     def _started(self, name: str) -> RankProcess:
         return RankProcess(name, inside=self._locations.get(name, RankLocation()).inside)

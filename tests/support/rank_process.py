@@ -23,7 +23,7 @@ from contracts.import_path import module_command
 from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
 from contracts.ranks import RankReady, RankSpec, RankStatus
-from contracts.traces import RankTrace, TaskSpan
+from contracts.traces import RankTrace
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -42,7 +42,6 @@ _RESULTS: dict[str, msgspec.json.Decoder[Any]] = {
     "placed": msgspec.json.Decoder(PlacementState),
     "prepare": msgspec.json.Decoder(RankReady),
     "status": msgspec.json.Decoder(RankStatus),
-    "spans": msgspec.json.Decoder(list[TaskSpan]),
     "trace": msgspec.json.Decoder(RankTrace),
 }
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -147,9 +146,9 @@ def _resolve(future: Future[Any], method: str, line: bytes) -> None:
 
 
 def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
-    from actors.ranks.shell import LoggedShell  # torch loads in the child only
+    from actors.ranks.shell import WorkerShell  # torch loads in the child only
 
-    shell = LoggedShell()
+    shell = WorkerShell()
     try:
         for line in calls:
             answers.write(_execute(shell, line) + b"\n")

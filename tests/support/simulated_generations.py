@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from actors.channels.base import PacketKind
-from actors.rebalance.expert_generations import (
+from actors.rebalance.placement_generations import (
     Action,
+    AttentionGenerations,
     ExpertGenerations,
-    FreeExperts,
-    LoadExperts,
     PlacementMessage,
     TransitionReport,
 )
-from actors.rebalance.placement_transition import AttentionGenerations
 from contracts.placement import Placement
 from contracts.planner_messages import MoveOutcome
 from contracts.ranks import Group, rank_names
@@ -102,8 +100,8 @@ class World:
     @property
     def ranks(self) -> int:
         """Ranks of the newest generation in use, as the launcher knows it."""
-        newest = max((expert.machine.current for expert in self.experts.values()), default=0)
-        return self.ranks_of[newest]
+        current = (expert.machine.current for expert in self.experts.values())
+        return self.ranks_of[max((placement.generation for placement in current), default=0)]
 
     def after(self, delay_s: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), happens))
@@ -158,25 +156,23 @@ class Expert:
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.machine = ExpertGenerations(0, DEADLINE_S)
+        self.machine = ExpertGenerations(proposal(0, world.ranks_of[0]), DEADLINE_S)
         self.holds = {0}
         self.loading: set[int] = set()
         self.reports: list[TransitionReport] = []
-        self._known: dict[int, Placement] = {}
 
     def proposed(self, proposed_placement: Placement) -> None:
-        self._known[proposed_placement.generation] = proposed_placement
         self.do(self.machine.proposed(proposed_placement, self.world.now_s))
 
     def do(self, actions: Iterable[Action]) -> None:
+        loading = self.machine.loading
+        self.holds &= self.machine.needed
+        self.loading &= {loading.generation} if loading is not None else set()
+        if loading is not None and not self.loading:
+            self._load(loading.generation)
         for action in actions:
             if isinstance(action, PlacementMessage):
                 self._send_message(action)
-            elif isinstance(action, LoadExperts):
-                self._load(action.placement.generation)
-            elif isinstance(action, FreeExperts):
-                self.holds.discard(action.generation)
-                self.loading.discard(action.generation)
             else:
                 self.reports.append(action)
 
@@ -216,13 +212,8 @@ class Expert:
         attention = self.world.attentions.get(message.peer)
         self.world.placed_again += message.kind is PacketKind.PREPARED and message.attempt > 0
         if attention is not None and self.name in self.world.experts:
-            proposed_placement = functools.partial(
-                attention.receive,
-                self.name,
-                message,
-                self._known.get(message.generation, proposal(0, 1)),
-            )
-            self.world.send(self.name, message.peer, Priority.LS, proposed_placement)
+            receive = functools.partial(attention.receive, self.name, message)
+            self.world.send(self.name, message.peer, Priority.LS, receive)
 
 
 class Attention:
@@ -270,14 +261,13 @@ class Attention:
         if world.random.random() < 0.2:  # its batch is dropped, with packets under way
             world.after(world.random.random() * 0.1, end)
 
-    def receive(
-        self, expert: str, message: PlacementMessage, proposed_placement: Placement
-    ) -> None:
+    def receive(self, expert: str, message: PlacementMessage) -> None:
         if self.is_dead:
             return
         now_s, before = self.world.now_s, self.machine.generation
         if message.kind is PacketKind.PREPARED:
-            self.do(self.machine.prepared(expert, proposed_placement, message.attempt, now_s))
+            assert message.placement is not None
+            self.do(self.machine.prepared(expert, message.placement, message.attempt, now_s))
         else:
             self.do(self.machine.add_abort_vote(message.generation, message.reason, now_s))
         self.world.switches += self.machine.generation != before
@@ -334,7 +324,7 @@ def settled(world: World) -> list[str]:
     for name, expert in world.experts.items():
         if expert.machine.under_way is not None:
             wrong.append(f"{name} waits for {expert.machine.under_way}")
-        if expert.holds != {expert.machine.current} or expert.loading:
+        if expert.holds != {expert.machine.current.generation} or expert.loading:
             wrong.append(f"{name} has {expert.holds} and {expert.loading}")
         outcomes = [r for r in expert.reports if r.outcome is not MoveOutcome.READY]
         if len({r.generation for r in outcomes}) < len(outcomes):
@@ -345,6 +335,6 @@ def settled(world: World) -> list[str]:
             wrong.append(f"{name} waits for {waiting}, and answers of {attention.open}")
         used = rank_names(Group.EXPERT, attention.machine.current.ranks)
         for expert in () if world.is_lost else [world.experts[each] for each in used]:
-            if expert.machine.current != attention.machine.generation:
+            if expert.machine.current.generation != attention.machine.generation:
                 wrong.append(f"{name} uses {attention.machine.generation}, {expert.name} not")
     return wrong

@@ -5,19 +5,23 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
-from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage, TransitionReport
 from actors.rebalance.expert_loading import LoadResult, RateLimiter, StoppedError
-from actors.rebalance.expert_membership import ExpertMembership
-from actors.rebalance.expert_rebalancer import ExpertRebalancer, MoveRecorder
-from actors.rebalance.placement_client import PlacementClient
-from actors.rebalance.placement_messages import MOST, PlacementSender
-from actors.rebalance.placement_transition import AttentionGenerations
+from actors.rebalance.expert_rebalancer import MOST, ExpertRebalancer, MoveRecorder
+from actors.rebalance.placement_client import ExpertMembership, PlacementClient
+from actors.rebalance.placement_generations import (
+    LAUNCH_ATTEMPT,
+    AttentionGenerations,
+    PlacementMessage,
+    TransitionReport,
+)
+from actors.rebalance.placement_messages import PlacementSender
 from contracts.errors import PeerDeadError
 from contracts.placement import Placement
 from contracts.planner_messages import MoveOutcome, PlacementReport
@@ -57,31 +61,15 @@ class Wire:
 
 
 class Rank:
-    """An expert rank and its loads."""
+    """An expert rank. loader: of its leases."""
 
     def __init__(self) -> None:
-        self.wire = Wire("expert-0")
+        self.wire, self.loader = Wire("expert-0"), Mock()
+        self.loader.misfit.return_value = ""
         endpoint: Any = self.wire
-        self.there: set[int] = {0}
-        self.running: list[Any] = []
-        store: Any = SimpleNamespace(
-            holds=lambda generation: generation in self.there,
-            place=lambda generation, experts: self.there.add(generation),
-            free=self.there.discard,
-        )
-        at_once: Any = SimpleNamespace(
-            misfit=lambda placement: "", begin=lambda *noticed: self.running.append(noticed)
-        )
-        at_once.stop = lambda: None
         self.rebalancer = ExpertRebalancer(
-            endpoint, LAUNCH, store, at_once, at_once, deadline_s=60.0, clock=time.monotonic
+            endpoint, LAUNCH, Mock(), Mock(), self.loader, deadline_s=60.0, clock=time.monotonic
         )
-
-    def reads(self) -> None:
-        """Complete the load."""
-        placement, done = self.running.pop()
-        done(LoadResult(placement.generation, "experts"))
-        self.rebalancer.poll()
 
 
 @pytest.fixture
@@ -89,16 +77,16 @@ def rank() -> Rank:
     return Rank()
 
 
-def packets(*messages: PlacementMessage, placement: Placement | None = None) -> list[Packet]:
+def packets(*messages: PlacementMessage) -> list[Packet]:
     wire: Any = Wire("attention-0")
     for message in messages:
-        PlacementSender(wire, time.monotonic).send(message, placement)
+        PlacementSender(wire, time.monotonic).send(message)
     return list(wire.sent)
 
 
 def wants(attempt: int) -> Packet:
-    message = PlacementMessage("expert-0", PacketKind.ACQUIRE, NUMBER, attempt)
-    (packet,) = packets(message, placement=STAND_IN)
+    kind = PacketKind.ACQUIRE
+    (packet,) = packets(PlacementMessage("expert-0", kind, NUMBER, attempt, placement=STAND_IN))
     return packet
 
 
@@ -108,7 +96,7 @@ def test_acquire_without_attempt_drops_the_link(rank: Rank, attempt: int) -> Non
     ((peer, reason),) = rank.wire.dropped
     assert peer == "attention-0"
     assert f"sent ACQUIRE of generation {NUMBER} as attempt {attempt}: 1 or more" in reason
-    assert not rank.running
+    assert not rank.loader.begin.called
 
 
 def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> None:
@@ -119,7 +107,7 @@ def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> No
         rank.rebalancer.handle(packet)
     assert {peer for peer, _ in rank.wire.dropped} == {"attention-0"}
     assert f"releases them before it acquires them: {MOST} at most" in rank.wire.dropped[0][1]
-    assert not rank.running
+    assert not rank.loader.begin.called
 
 
 def test_unsolicited_ready_activates_no_failover(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,8 +118,9 @@ def test_unsolicited_ready_activates_no_failover(caplog: pytest.LogCaptureFixtur
 
     def receive_ready(expert: str, placement: Placement, attempt: int) -> None:
         sender: Any = Wire(expert)
-        message = PlacementMessage("attention-0", PacketKind.READY, placement.generation, attempt)
-        PlacementSender(sender, time.monotonic).send(message, placement)
+        kind, generation = PacketKind.READY, placement.generation
+        message = PlacementMessage("attention-0", kind, generation, attempt, placement=placement)
+        PlacementSender(sender, time.monotonic).send(message)
         following.handle(sender.sent[0])
 
     for expert in ("expert-0", "expert-1"):
@@ -322,9 +311,8 @@ def test_replacement_rank_acquires_current_generation(present: ExpertMembership)
     assert lose(present, "expert-1") == [("expert-0", requested), ("expert-2", requested)]
     present.add_peer("expert-1")
     assert report_ready(present, "expert-1", 0, 2.0) == [
-        PlacementMessage("expert-1", PacketKind.ACQUIRE, 1, 3)
+        PlacementMessage("expert-1", PacketKind.ACQUIRE, 1, 3, placement=LATER)
     ]
-    assert present.requested(1) == LATER
     assert not present.can_serve("expert-1", 1)
     report_ready(present, "expert-1", 1, 3.0)
     assert not present.absent
