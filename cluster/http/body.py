@@ -46,7 +46,7 @@ from cluster.http.schemas import (
     TokenizeBody,
     UnsupportedFields,
 )
-from cluster.http.structured_output import check_ends, checked_choices, requested_structure
+from cluster.http.structured_output import check_ends, requested_structure
 from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
@@ -333,7 +333,6 @@ def check_options(
         max_tokens=_or_default(body.max_completion_tokens, body.max_tokens),
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         structure=structure,
-        choices=checked_choices(structure),
         n=n,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),

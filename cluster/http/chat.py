@@ -20,10 +20,14 @@ from cluster.http.body import (
     read_request_body,
     resolve_max_tokens,
 )
-from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, MemoryAccount, generated_answer_bytes
+from cluster.http.cost import (
+    CHAT_ALTERNATIVE_BYTES,
+    MemoryAccount,
+    decoded_bytes,
+    generated_answer_bytes,
+)
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
-from cluster.http.guided_choice import samplings
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.request_log import fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
@@ -35,10 +39,10 @@ from cluster.http.schemas import (
     DetokenizeBody,
     GenerationOptions,
     TokenizeBody,
+    Tool,
 )
-from cluster.http.structured_output import check_ends, compile_structure
+from cluster.http.structured_output import check_ends, forced_call, requested_tools, samplings
 from cluster.http.text import Delta, ShownToken, decode_text
-from cluster.http.tool_calls import forced_call, plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece, open_tag
@@ -79,7 +83,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     if tools:
-        variables["tools"] = [plain_tool(tool) for tool in tools]
+        variables["tools"] = [_plain_tool(tool) for tool in tools]
     token_ids = await chat_token_ids(
         *(app_state, ctx, body.messages, variables),
         add_special_tokens=bool(body.add_special_tokens),
@@ -104,7 +108,6 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         before = form.reasoning(prompt_end, app_state.tokenizer.tag_ids)
         structure = msgspec.structs.replace(structure, before=before)
         options = msgspec.structs.replace(options, structure=structure)
-    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     (sampling,) = await samplings(app_state, ctx, [(token_ids, room)], options)
     new_parser = forced.new_parser if forced else None
     if structure is None or structure.before:  # else the whole answer is content or a call
@@ -195,8 +198,53 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
     if message.tool_calls:
         place = f"messages[{index}].tool_calls"
         calls = message.tool_calls
-        plain["tool_calls"] = [template_tool_call(place, call, account) for call in calls]
+        plain["tool_calls"] = [_template_tool_call(place, call, account) for call in calls]
     return plain
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    """Return a tool as the client wrote it."""
+    function = {
+        key: value
+        for key, value in msgspec.structs.asdict(tool.function).items()
+        if value is not None
+    }
+    return {"type": tool.type, "function": function}
+
+
+class _JsonArguments(dict[str, Any]):
+    """Arguments of a tool call for a template: a mapping, and where text is expected their JSON."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _template_tool_call(place: str, call: dict[str, Any], account: MemoryAccount) -> dict[str, Any]:
+    """Return a tool call for a template, which may walk through the arguments or print them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}: expected an object with function.name", "messages")
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    account.charge(decoded_bytes(text.encode("utf-8", "replace")))
+    try:
+        values = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        values = None
+    if not isinstance(values, dict):  # a model's mistake: shown as it was written
+        return call
+    return {**call, "function": {**function, "arguments": _JsonArguments(text, values)}}
 
 
 def _text(message: ChatMessage) -> str:

@@ -14,11 +14,10 @@ from cluster.http.body import (
 )
 from cluster.http.cost import COMPLETION_ALTERNATIVE_BYTES, generated_answer_bytes, scored_bytes
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
-from cluster.http.guided_choice import samplings
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.responses import ChoiceBuilder, CompletionLogprobsBuilder, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
-from cluster.http.structured_output import compile_structure
+from cluster.http.structured_output import samplings
 from cluster.http.text import Delta, decode_text
 from contracts.errors import RequestError
 from models.text.tokenizer import Tokenizer
@@ -54,7 +53,6 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         room = resolve_max_tokens(len(ids), options, app_state, default=default, param="prompt")
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
-    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
     sampled = await samplings(app_state, ctx, with_rooms, options)
     prompts = []

@@ -467,19 +467,23 @@ class Structure(msgspec.Struct, frozen=True):
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked fields of a generation request.
 
-    `sampling.max_tokens` and `sampling.choices` are set per prompt. max_tokens: None if the request
-    does not set it. structure: what restricts the answer, not yet compiled.
+    `sampling.max_tokens`, `choices` and `grammar` are set per prompt. max_tokens: None if the
+    request does not set it. structure: what restricts the answer, not yet compiled.
     """
 
     sampling: Sampling
     max_tokens: int | None
     stops: tuple[str, ...]
     structure: Structure | None
-    choices: tuple[str, ...] | None
     n: int
     stream: bool
     include_usage: bool
     continuous_usage: bool = False
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        structure = self.structure
+        return tuple(structure.value) if structure and structure.kind == "choice" else None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
