@@ -12,7 +12,6 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.classification.classify import add_usage
 from cluster.http import response_types
 from cluster.http.cost import MemoryAccount
 from cluster.http.errors import error_body, outcome_of
@@ -22,7 +21,7 @@ from cluster.http.response_types import PromptTokensDetails, TokenUsage
 from cluster.http.text import Delta, ShownToken
 from contracts.errors import ClientGoneError, TandemError
 from contracts.metrics import RequestOutcome
-from contracts.requests import Usage
+from contracts.requests import Usage, add_usage
 from models.text.tokenizer import Tokenizer
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
