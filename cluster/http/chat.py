@@ -28,8 +28,7 @@ from cluster.http.cost import (
 )
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
-from cluster.http.request_context import AppState, RequestContext
-from cluster.http.request_log import fresh_id
+from cluster.http.request_context import AppState, RequestContext, fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
 from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
 from cluster.http.schemas import (

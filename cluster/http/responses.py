@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.http import response_types
 from cluster.http.cost import MemoryAccount
 from cluster.http.errors import error_body, outcome_of
-from cluster.http.request_context import RequestContext
-from cluster.http.request_log import fresh_id
+from cluster.http.request_context import RequestContext, fresh_id
 from cluster.http.response_types import PromptTokensDetails, TokenUsage
 from cluster.http.text import Delta, ShownToken
 from contracts.errors import ClientGoneError, TandemError
