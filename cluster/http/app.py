@@ -88,7 +88,7 @@ def build_app(
     app_state = AppState(
         backend=backend,
         tokenizer=tokenizer,
-        tokenizer_pool=TokenizerPool(tokenizer, limits.tokenizing_threads),
+        tokenizer_pool=TokenizerPool(limits.tokenizing_threads),
         grammars=GrammarCompiler(tokenizer, model.eos_token_ids),
         bounds=Bounds(
             context_tokens=model.max_context_tokens,
@@ -121,7 +121,6 @@ class App(Starlette):
         self.access_log = AccessLog() if app_state.http.access_log else None
         self.pipelines: dict[str, _MeteredEndpoint] = {}
         self.router.redirect_slashes = False
-        self.state.memory_budget = app_state.memory_budget
         install_handlers(self)
         self._add_routes()
 

@@ -30,7 +30,7 @@ from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.request_context import AppState, RequestContext, fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
-from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
+from cluster.http.responses import ChoiceBuilder, chat_logprobs, json_response
 from cluster.http.schemas import (
     TEMPLATE_FIELDS,
     ChatBody,
@@ -274,13 +274,10 @@ class _ChatFormatter:
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        self._tokenizer = tokenizer
-        self._include_logprobs = job.options.sampling.logprobs is not None
+        is_requested = job.options.sampling.logprobs is not None
+        self.logprobs_of = partial(chat_logprobs, tokenizer) if is_requested else None
         self._new_fields = partial(AnswerFields, job.new_parser, job.parallel_calls)
         self._started: dict[int, AnswerFields] = {}
-
-    def logprobs(self) -> ChatLogprobsBuilder | None:
-        return ChatLogprobsBuilder(self._tokenizer) if self._include_logprobs else None
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         fields = self._new_fields()
@@ -319,11 +316,10 @@ class _ChatFormatter:
     def _piece(
         self, index: int, delta: dict[str, Any], tokens: list[ShownToken], reason: str | None
     ) -> dict[str, Any]:
-        has_logprobs = tokens and self._include_logprobs
         return {
             "index": index,
             "delta": delta,
-            "logprobs": chat_logprobs(self._tokenizer, tokens) if has_logprobs else None,
+            "logprobs": self.logprobs_of(tokens) if tokens and self.logprobs_of else None,
             "finish_reason": reason,
         }
 
@@ -415,12 +411,13 @@ async def _token_ids(app_state: AppState, ctx: RequestContext, body: TokenizeBod
         raise UnsupportedFieldError(f"{', '.join(TEMPLATE_FIELDS)} are for messages", "messages")
     assert body.prompt is not None
     app_state.bounds.check_text("prompt", len(body.prompt))
-    (token_ids,) = await app_state.tokenizer_pool.encode(
+    steps = app_state.tokenizer.encode_steps(
         [body.prompt],
-        ctx.charge_tokens,
         param="prompt",
-        characters=len(body.prompt),
         max_tokens=app_state.model.max_context_tokens,
         add_special_tokens=body.add_special_tokens is not False,
+    )
+    (token_ids,) = await app_state.tokenizer_pool.run(
+        steps, len(body.prompt), ctx.charge_tokens, ctx.priority
     )
     return token_ids

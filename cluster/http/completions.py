@@ -1,5 +1,6 @@
 """`POST /v1/completions`."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from cluster.http.body import (
 from cluster.http.cost import COMPLETION_ALTERNATIVE_BYTES, generated_answer_bytes, scored_bytes
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.request_context import AppState, RequestContext
-from cluster.http.responses import ChoiceBuilder, CompletionLogprobsBuilder, completion_logprobs
+from cluster.http.responses import ChoiceBuilder, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
 from cluster.http.structured_output import samplings
 from cluster.http.text import Delta, decode_text
@@ -121,14 +122,12 @@ async def _token_ids(
         for text in texts:
             app_state.bounds.check_text("prompt", len(text))
         most = app_state.model.max_context_tokens
-        return await app_state.tokenizer_pool.encode(
-            texts,
-            ctx.charge_tokens,
-            param="prompt",
-            characters=sum(map(len, texts)),
-            max_tokens=most,
-            add_special_tokens=add_special_tokens,
-            priority=ctx.priority,
+        steps = app_state.tokenizer.encode_steps(
+            texts, param="prompt", max_tokens=most, add_special_tokens=add_special_tokens
+        )
+        characters = sum(map(len, texts))
+        return await app_state.tokenizer_pool.run(
+            steps, characters, ctx.charge_tokens, ctx.priority
         )
     return [given for given in listed if isinstance(given, list)]
 
@@ -137,12 +136,8 @@ class _CompletionFormatter:
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = job.options.sampling.logprobs
-
-    def logprobs(self) -> CompletionLogprobsBuilder | None:
-        num_top = self._num_top
-        return None if num_top is None else CompletionLogprobsBuilder(self._tokenizer, num_top)
+        top = job.options.sampling.logprobs
+        self.logprobs_of = None if top is None else partial(completion_logprobs, tokenizer, top)
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
@@ -150,13 +145,10 @@ class _CompletionFormatter:
     def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         if not (delta.text or delta.tokens or delta.finish_reason):
             return []
-        logprobs = None
-        if self._num_top is not None:
-            logprobs = completion_logprobs(self._tokenizer, delta.tokens, self._num_top)
         piece = {
             "index": index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs_of(delta.tokens) if self.logprobs_of else None,
             "finish_reason": delta.finish_reason,
         }
         return [piece]

@@ -24,7 +24,7 @@ from cluster.http.responses import (
     Deltas,
     EventStream,
     Json,
-    LogprobsJson,
+    LogprobsOf,
     json_list,
     json_object,
     pieces_response,
@@ -187,14 +187,13 @@ class ResponseFormatter(Protocol):
 
     prefix: of an answer's id.
     object_type, chunk_type: names of a whole answer and of a chunk.
+    logprobs_of: returns the log-probabilities of tokens; None: not requested.
     """
 
     prefix: str
     object_type: str
     chunk_type: str
-
-    def logprobs(self) -> LogprobsJson | None:
-        """Return a builder of one choice's log-probabilities; None: not requested."""
+    logprobs_of: LogprobsOf | None
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         """Return a choice of a whole answer, without log-probabilities."""
@@ -262,7 +261,7 @@ class _Run:
 
     async def answer(self) -> Json:
         formatter, account = self._formatter, self._ctx.account
-        choices = [ChoiceBuilder(formatter.logprobs(), account) for _ in range(self._job.count)]
+        choices = [ChoiceBuilder(formatter.logprobs_of, account) for _ in range(self._job.count)]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)

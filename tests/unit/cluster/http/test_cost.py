@@ -174,8 +174,7 @@ def small(folder: Path) -> Iterator[Api]:
 
 
 def budget_of(small: Api) -> MemoryBudget:
-    budget: MemoryBudget = small.app.state.memory_budget
-    return budget
+    return small.app.app_state.memory_budget
 
 
 def settled(small: Api) -> None:
@@ -251,7 +250,7 @@ def test_disconnected_client_releases_memory(small: Api) -> None:
 
 @run_async
 async def test_thread_work_stops_after_cancellation(folder: Path) -> None:
-    tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
+    tokenizer_pool = TokenizerPool(1)
     at_work, go_on = threading.Event(), threading.Event()
     steps_taken = 0
 
@@ -271,13 +270,14 @@ async def test_thread_work_stops_after_cancellation(folder: Path) -> None:
     await asyncio.gather(work, return_exceptions=True)
     go_on.set()
     text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is shared
-    await tokenizer_pool.encode([text], lambda _: None, param="x", characters=len(text))
+    steps = Tokenizer.load(folder).encode_steps([text], param="x")
+    await tokenizer_pool.run(steps, len(text), lambda _: None)
     assert steps_taken == 1
 
 
 @run_async
-async def test_long_tokenization_does_not_block_others(folder: Path) -> None:
-    tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
+async def test_long_tokenization_does_not_block_others() -> None:
+    tokenizer_pool = TokenizerPool(1)
     order: list[str] = []
 
     def steps(name: str, count: int) -> EncodingSteps[None]:

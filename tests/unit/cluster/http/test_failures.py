@@ -101,7 +101,7 @@ def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptu
     assert "of-the-bug" in record.getMessage()
     assert "ZeroDivisionError" in record.getMessage()
     assert "test_failures.py" in LineFormatter(has_traces=True).format(record)
-    assert api.app.state.memory_budget.held_bytes == 0
+    assert api.app.app_state.memory_budget.held_bytes == 0
 
 
 def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, Any]) -> None:
