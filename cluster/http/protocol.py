@@ -171,7 +171,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._update_wait()
 
     def shutdown(self) -> None:
-        super().shutdown()
+        if not self.transport.is_closing():  # asyncio's TLS transport cannot be closed twice
+            super().shutdown()
         self._update_wait()
 
     # Parser

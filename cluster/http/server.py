@@ -96,8 +96,6 @@ class HttpServer:
         """Stop the server. Requests at work have STOP_S."""
         if self._ticking is None:
             return
-        self._ticking.cancel()
-        self._ticking = None
         self._listener.close()
         for connection in list(self.state.connections):
             connection.shutdown()
@@ -105,8 +103,9 @@ class HttpServer:
             async with asyncio.timeout(STOP_S):
                 while self.state.connections or self.state.tasks:
                     await asyncio.sleep(STOP_POLL_S)
-        for request in self.state.tasks:
-            request.cancel()
+        for task in (*self.state.tasks, self._ticking):
+            task.cancel()
+        self._ticking = None
 
     async def _tick_regularly(self) -> None:
         """Sweep the connections. Renew the answers' date and the certificate."""

@@ -162,7 +162,7 @@ def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank
 @pytest.mark.parametrize("hold_after", [0, 2])
 def test_request_over_timeout_gets_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
     rank.hold_after = hold_after
-    with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
+    with serve_api(folder, [rank], HttpConfig(request_timeout_s=0.5)) as api:
         response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
         assert refused(response, 504, None)["code"] == "timeout"
         assert rank.cancels.get(timeout=5) == 1
