@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import re
@@ -34,7 +35,6 @@ from contracts.errors import (
     ForbiddenError,
     NotReadyError,
     RequestTimeoutError,
-    TandemError,
 )
 from contracts.logs import ACCESS, Line, log_lines
 from contracts.metrics import Pipeline, RequestOutcome
@@ -259,47 +259,6 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
         return self.config.http
 
 
-class _CancelScope:
-    """Cancels the enclosing task's block, with the first reason given.
-
-    Like `asyncio.timeout`, but for several reasons and in a third of its time.
-    """
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._timer: asyncio.TimerHandle | None = None
-        self._reason: Callable[[], TandemError] | None = None
-        self._exited = False
-
-    def cancel_at(self, when_s: float, reason: Callable[[], TandemError]) -> None:
-        """Cancel at `when_s` of the event loop's clock."""
-        self._timer = self._task.get_loop().call_at(when_s, self.cancel, reason)
-
-    def cancel(self, reason: Callable[[], TandemError]) -> None:
-        if self._reason is None and not self._exited:
-            self._reason = reason
-            self._task.cancel()
-
-    def __enter__(self) -> _CancelScope:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._exited = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reason is None:
-            return
-        others = self._task.uncancel()  # also cancelled by others
-        if kind is asyncio.CancelledError and not others:
-            raise self._reason() from None
-
-
-def _client_gone() -> TandemError:
-    return ClientGoneError("the client disconnected before its answer was complete")
-
-
 class RequestContext:
     """State of one request: arrival, caller, priority, memory account and outcome.
 
@@ -376,9 +335,16 @@ class RequestContext:
 
         The deadline is for the whole body: a client could sustain a minimum rate forever.
         """
-        with _CancelScope() as cancel_scope:
-            cancel_scope.cancel_at(self._loop_s + self._body_limit_s, self._body_timeout_error)
-            return await body
+        http = self._app_state.http
+        limit_s = min(http.body_timeout_s, http.request_timeout_s)
+        try:
+            async with asyncio.timeout_at(self._loop_s + limit_s):
+                return await body
+        except TimeoutError:
+            name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
+            raise BodyTimeoutError(
+                f"the body did not arrive within {limit_s:g} s (http.{name})"
+            ) from None
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`; cancel it when the client disconnects or time is up.
@@ -386,29 +352,30 @@ class RequestContext:
         Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Requires that the body
         is read: then the only message left is the disconnect.
         """
+        limit_s, is_gone = self._app_state.http.request_timeout_s, False
+
+        def leave() -> None:
+            nonlocal is_gone
+            is_gone = True
+            with contextlib.suppress(RuntimeError):  # the work has ended
+                deadline.reschedule(0.0)
+
         try:
-            with _CancelScope() as cancel_scope:
-                cancel_scope.cancel_at(
-                    self._loop_s + self._app_state.http.request_timeout_s, self._timeout_error
-                )
-                self._watch(lambda: cancel_scope.cancel(_client_gone))
+            async with asyncio.timeout_at(self._loop_s + limit_s) as deadline:
+                self._watch(leave)
                 return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if is_gone:
+                raise ClientGoneError(
+                    "the client disconnected before its answer was complete"
+                ) from None
+            raise RequestTimeoutError(
+                f"not done within {limit_s:g} s (http.request_timeout_s)"
+            ) from None
         finally:
             self._watch(None)
-
-    @property
-    def _body_limit_s(self) -> float:
-        http = self._app_state.http
-        return min(http.body_timeout_s, http.request_timeout_s)
-
-    def _body_timeout_error(self) -> TandemError:
-        limit_s, http = self._body_limit_s, self._app_state.http
-        name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
-        return BodyTimeoutError(f"the body did not arrive within {limit_s:g} s (http.{name})")
-
-    def _timeout_error(self) -> TandemError:
-        limit_s = self._app_state.http.request_timeout_s
-        return RequestTimeoutError(f"not done within {limit_s:g} s (http.request_timeout_s)")
 
     def _watch_by_task(self, release: Callable[[], None] | None) -> None:
         """Watch for a disconnect on any ASGI server."""
