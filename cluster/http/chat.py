@@ -4,6 +4,8 @@ The last two are vLLM's: the tokens of a text or conversation, and the text of t
 rank.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.request_context import AppState, RequestContext, fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
-from cluster.http.responses import ChoiceBuilder, chat_logprobs, json_response
+from cluster.http.responses import ChoiceBuilder, LogprobsOf, chat_logprobs, json_response
 from cluster.http.schemas import (
     TEMPLATE_FIELDS,
     ChatBody,
@@ -45,7 +47,6 @@ from cluster.http.text import Delta, ShownToken, decode_text
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece, open_tag
-from models.text.tokenizer import Tokenizer
 
 CALL_ID_CHARACTERS = 9  # Mistral's templates accept no others
 PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
@@ -56,7 +57,7 @@ _RESERVED = frozenset(
 
 
 async def chat_completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
-    return await generation(app_state, ctx, request, ChatBody, _job, _ChatFormatter)
+    return await generation(app_state, ctx, request, ChatBody, _job)
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> GenerationJob:
@@ -113,12 +114,11 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         called = tools if structure is None else []
         schemas = {tool.function.name: tool.function.parameters or {} for tool in called}
         new_parser = form.new_parser(prompt_end, schemas, continues=bool(first_part))
-    return GenerationJob(
-        [GenerationPrompt(token_ids, sampling)],
-        options,
-        new_parser=new_parser,
-        parallel_calls=body.parallel_tool_calls is not False,
-    )
+    new_fields = partial(AnswerFields, new_parser, body.parallel_tool_calls is not False)
+    logprobs_of = None if top is None else partial(chat_logprobs, app_state.tokenizer)
+    formatter = _ChatFormatter(new_fields, logprobs_of)
+    prompts = [GenerationPrompt(token_ids, sampling)]
+    return GenerationJob(prompts, options, formatter, shows_tags=new_parser is not None)
 
 
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
@@ -273,10 +273,11 @@ class _ChatFormatter:
 
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        is_requested = job.options.sampling.logprobs is not None
-        self.logprobs_of = partial(chat_logprobs, tokenizer) if is_requested else None
-        self._new_fields = partial(AnswerFields, job.new_parser, job.parallel_calls)
+    def __init__(
+        self, new_fields: Callable[[], AnswerFields], logprobs_of: LogprobsOf | None
+    ) -> None:
+        self.logprobs_of = logprobs_of
+        self._new_fields = new_fields
         self._started: dict[int, AnswerFields] = {}
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:

@@ -27,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
-    return await generation(app_state, ctx, request, CompletionBody, _job, _CompletionFormatter)
+    return await generation(app_state, ctx, request, CompletionBody, _job)
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -> GenerationJob:
@@ -66,7 +66,8 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
             text = await decode_text(app_state.tokenizer, given, complete=is_last)
         prompts.append(GenerationPrompt(ids, sampling, text))
     # lm-eval takes the last listed token for the generated one: an eos must be listed
-    return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
+    formatter = _CompletionFormatter(app_state.tokenizer, options.sampling.logprobs)
+    return GenerationJob(prompts, options, formatter, echo=bool(body.echo), lists_eos=True)
 
 
 def _check_cost(
@@ -135,8 +136,7 @@ async def _token_ids(
 class _CompletionFormatter:
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        top = job.options.sampling.logprobs
+    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
         self.logprobs_of = None if top is None else partial(completion_logprobs, tokenizer, top)
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:

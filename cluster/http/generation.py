@@ -38,7 +38,6 @@ from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
-from models.text.answer_format import AnswerParser
 from models.text.tokenizer import Tokenizer
 
 CONCURRENT_SEQUENCES = 256  # per request
@@ -152,36 +151,6 @@ class GenerationPrompt(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class GenerationJob(msgspec.Struct, frozen=True):
-    """A checked request.
-
-    lists_eos: the end-of-sequence token is listed among the tokens with log-probabilities.
-    new_parser: returns a parser of one answer; None: answers have no format.
-    """
-
-    prompts: list[GenerationPrompt]
-    options: GenerationOptions
-    echo: bool = False
-    lists_eos: bool = False
-    new_parser: Callable[[], AnswerParser] | None = None
-    parallel_calls: bool = True
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts) * self.options.n
-
-    @property
-    def prefill_only(self) -> bool:
-        """Return whether one pass over each prompt completes the request."""
-        return self.options.max_tokens == 0 or all(
-            prompt.sampling.max_tokens <= 1 for prompt in self.prompts
-        )
-
-    def prompt_of(self, index: int) -> int:
-        """Return the prompt of a choice. Choices are ordered by prompt, then by repetition."""
-        return index // self.options.n
-
-
 class ResponseFormatter(Protocol):
     """Form of one API's answers.
 
@@ -202,9 +171,38 @@ class ResponseFormatter(Protocol):
         """Return the choices of the chunks of a delta."""
 
 
+class GenerationJob(msgspec.Struct, frozen=True):
+    """A checked request.
+
+    lists_eos: the end-of-sequence token is listed among the tokens with log-probabilities.
+    shows_tags: the formatter receives the tags of the model's answer format.
+    """
+
+    prompts: list[GenerationPrompt]
+    options: GenerationOptions
+    formatter: ResponseFormatter
+    echo: bool = False
+    lists_eos: bool = False
+    shows_tags: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts) * self.options.n
+
+    @property
+    def prefill_only(self) -> bool:
+        """Return whether one pass over each prompt completes the request."""
+        return self.options.max_tokens == 0 or all(
+            prompt.sampling.max_tokens <= 1 for prompt in self.prompts
+        )
+
+    def prompt_of(self, index: int) -> int:
+        """Return the prompt of a choice. Choices are ordered by prompt, then by repetition."""
+        return index // self.options.n
+
+
 Body = TypeVar("Body", bound=GenerationBody)
 Check = Callable[[AppState, RequestContext, Body], Awaitable[GenerationJob]]
-MakeFormatter = Callable[[Tokenizer, GenerationJob], ResponseFormatter]
 
 
 async def generation(
@@ -213,7 +211,6 @@ async def generation(
     request: Request,
     kind: type[Body],
     check: Check[Body],
-    make_formatter: MakeFormatter,
 ) -> Response:
     """Run a generation request.
 
@@ -225,8 +222,7 @@ async def generation(
         job = await check(app_state, ctx, body)
         if job.prefill_only:
             ctx.pipeline = Pipeline.PREFILL
-        formatter = make_formatter(app_state.tokenizer, job)
-        run = _Run(app_state, ctx, job, formatter)
+        run = _Run(app_state, ctx, job)
         if job.options.stream:
             return await EventStream.open(ctx, run.frames())
         return pieces_response(await run.answer())
@@ -237,21 +233,15 @@ async def generation(
 class _Run:
     """A running job: its deltas, as one answer or as a stream of chunks."""
 
-    def __init__(
-        self,
-        app_state: AppState,
-        ctx: RequestContext,
-        job: GenerationJob,
-        formatter: ResponseFormatter,
-    ) -> None:
+    def __init__(self, app_state: AppState, ctx: RequestContext, job: GenerationJob) -> None:
         self._app_state = app_state
         self._ctx = ctx
         self._job = job
-        self._formatter = formatter
+        self._formatter = job.formatter
         self._stops, self._markers = job.options.stops, dict[int, str]()
         if job.options.stops:
             tokenizer = app_state.tokenizer
-            shown = tokenizer.tag_texts if job.new_parser else {}
+            shown = tokenizer.tag_texts if job.shows_tags else {}
             hidden = {i: text for i, text in tokenizer.special_texts.items() if i not in shown}
             self._stops, self._markers = mark_special(job.options.stops, hidden)
         self._usages: dict[int, Usage] = {}
@@ -324,7 +314,7 @@ class _Run:
             stops_after=submit.sampling.min_tokens if submit.sampling else 0,
             hidden_ids=submit.end_token_ids,
             lists_hidden=self._job.lists_eos,
-            shows_tags=self._job.new_parser is not None,
+            shows_tags=self._job.shows_tags,
         )
         first_s = last_s = 0.0
         async with aclosing(app_state.backend.generate(submit, wait_for_slot=index > 0)) as batches:
