@@ -16,9 +16,9 @@ from cluster.http.body import (
 from cluster.http.cost import COMPLETION_ALTERNATIVE_BYTES, generated_answer_bytes, scored_bytes
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.request_context import AppState, RequestContext
-from cluster.http.responses import ChoiceBuilder, completion_logprobs
+from cluster.http.responses import ChoiceBuilder, LogprobsOf, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
-from cluster.http.structured_output import samplings
+from cluster.http.structured_output import choices_of, samplings
 from cluster.http.text import Delta, decode_text
 from contracts.errors import RequestError
 from models.text.tokenizer import Tokenizer
@@ -45,8 +45,8 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         )
     model, sizes = app_state.model, []
     default = DEFAULT_MAX_TOKENS
-    if options.choices is not None:  # room for any choice; reduced later
-        default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
+    if choices := choices_of(options):  # room for any choice; reduced later
+        default = 4 * max(len(choice.encode()) for choice in choices) + 4
     adds = body.add_special_tokens is not False
     token_ids = await _token_ids(app_state, ctx, listed, add_special_tokens=adds)
     for ids in token_ids:
@@ -137,7 +137,9 @@ class _CompletionFormatter:
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
-        self.logprobs_of = None if top is None else partial(completion_logprobs, tokenizer, top)
+        self.logprobs_of: LogprobsOf | None = None
+        if top is not None:
+            self.logprobs_of = partial(completion_logprobs, tokenizer, top)
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}

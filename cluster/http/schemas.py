@@ -480,11 +480,6 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     continuous_usage: bool = False
 
-    @property
-    def choices(self) -> tuple[str, ...] | None:
-        structure = self.structure
-        return tuple(structure.value) if structure and structure.kind == "choice" else None
-
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The served model as the API knows it.

@@ -84,6 +84,12 @@ def _distinct(structure: Structure) -> Structure:
     return structs.replace(structure, value=choices)
 
 
+def choices_of(options: GenerationOptions) -> tuple[str, ...] | None:
+    """Return the texts of which the answer is one; None: other or no structure."""
+    structure = options.structure
+    return tuple(structure.value) if structure and structure.kind == "choice" else None
+
+
 def _from_outputs(outputs: StructuredOutputs) -> Structure:
     name = "structured_outputs"
     if outputs.structural_tag is not None:
@@ -216,7 +222,7 @@ async def samplings(
     made = [structs.replace(sampling, max_tokens=most) for _, most in prompts]
     if options.max_tokens == 0:
         return made
-    if options.choices is not None:
+    if choices_of(options) is not None:
         found = await _choice_ids(app_state, ctx, [ids for ids, _ in prompts], options)
         made = [structs.replace(s, choices=ids) for s, ids in zip(made, found, strict=True)]
     for sampling in made:
@@ -260,7 +266,7 @@ async def _choice_ids(
 
     Raises RequestError if the choices have too many tokens or cannot be distinguished.
     """
-    choices, structure = options.choices, options.structure
+    choices, structure = choices_of(options), options.structure
     assert choices is not None
     assert structure is not None
     name = structure.field
