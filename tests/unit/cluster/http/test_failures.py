@@ -1,7 +1,6 @@
 """Failing ranks, disconnecting clients and full queues yield named errors, never a hang."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +19,7 @@ from contracts.messages import Submit
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
+from tests.support.front_harness import post
 
 Serve = Callable[..., AbstractContextManager[Api]]
 REPLY = [60, 61, 62, 63, 64]
@@ -55,9 +55,8 @@ def test_disconnect_cancels_all_passes_of_classification(api: Api, rank: FakeRan
 def test_disconnect_cancels_request_with_pipelined_requests(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 0
     body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2]))) as line:
-        line.sendall(2 * (head.encode() + body))
+    with api.connect() as line:
+        line.sendall(2 * post("/v1/completions", body))
         rank.submits.get(timeout=5)
     assert rank.cancels.get(timeout=5) == 1
 
