@@ -9,8 +9,17 @@ tokens before it. The probabilities are the softmax over these sums. Sums are no
 label's length, which would favour labels whose later tokens follow from the first ones. So of two
 labels that begin alike, the shorter is never less likely.
 
-Labels are scored together (`label_trie.py`). One pass over the prompt scores the first tokens of
-all of them: it is the only one if each is a single token. Further passes share the prompt.
+Labels are scored together, by passes over the trie of their tokens:
+
+    labels          a b | a c d e | f            passes            scores
+                                                 prompt            a, f
+         (prompt)── a ── b                       prompt a          b, c
+              │     └─── c ── d ── e             prompt a c d      d on the way, e
+              └──── f
+
+A pass scores the candidates after its last token, and those of its own tokens that had no
+alternative. With shared prefixes each position that a label continues from is computed once. Labels
+of one token each need no pass beyond the prompt.
 
 Options: with `{options}` in the template, the labels are listed there, one per line, with a letter
 each ("A. sports"), and the letters are scored, in one pass.
@@ -25,15 +34,15 @@ import asyncio
 import math
 import re
 import string
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
-from contracts.requests import Caller, Priority, Usage
+from contracts.requests import Caller, Priority, Usage, add_usage
+from contracts.token_trie import ROOT, TokenTrie
 from models.text.chat_template import PIECE_CHARACTERS, PIECE_TEXTS, EncodingSteps, finish
 from models.text.tokenizer import SUFFIX_CHARACTERS, Tokenizer
 
@@ -112,6 +121,76 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
     def answers(self) -> Sequence[str]:
         """Texts scored after the prompt, in the order of the labels."""
         return SYMBOLS[: len(self.labels)] if OPTIONS in self.template else self.labels
+
+
+class LabelPass(msgspec.Struct, frozen=True):
+    """The prompt followed by `path`, the tokens to node `end`.
+
+    candidates: tokens to score after it.
+    scored_from: index in `path` of the first token to score.
+    """
+
+    trie: TokenTrie
+    end: int
+    scored_from: int
+    candidates: list[int]
+
+    @property
+    def length(self) -> int:
+        return self.trie.depth(self.end)
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Tokens to `end`, computed on each access: the paths take more memory than the trie."""
+        return self.trie.tokens_to(self.end)
+
+    def edges(
+        self, token_logprobs: Sequence[float], candidate_logprobs: Sequence[float]
+    ) -> dict[int, float]:
+        """Return by trie node the log-probability of its token, given the prompt and its path."""
+        path_nodes = self.trie.path_to(self.end, start=self.scored_from)
+        after = self.trie.followers(self.end).values()
+        scored = dict(zip(path_nodes, token_logprobs, strict=True))
+        return scored | dict(zip(after, candidate_logprobs, strict=True))
+
+
+class LabelTrie:
+    """The labels of a row, each of at least one token.
+
+    passes: the fewest that score all labels; the one over the prompt alone, if any, is the first.
+    """
+
+    __slots__ = ("_trie", "passes")
+
+    def __init__(self, label_ids: Sequence[Sequence[int]]) -> None:
+        self._trie = TokenTrie(label_ids)
+        self.passes = tuple(_passes(self._trie))
+
+    def __len__(self) -> int:
+        return len(self._trie)
+
+    def logprobs(self, edges: Mapping[int, float]) -> list[float]:
+        """Return the log-probability of each label: the sum over its tokens.
+
+        edges: of all passes.
+        """
+        trie = self._trie
+        return [math.fsum(edges[node] for node in trie.path_to(end)) for end in trie.ends]
+
+
+def _passes(trie: TokenTrie) -> list[LabelPass]:
+    passes: list[LabelPass] = []
+    starts = [ROOT]
+    for start in starts:  # grows during the loop
+        end, followers = start, trie.followers(start)
+        while len(followers) == 1:
+            (after,) = followers.values()
+            if not trie.followers(after):
+                break
+            end, followers = after, trie.followers(after)
+        passes.append(LabelPass(trie, end, trie.depth(start), list(followers)))
+        starts += [after for after in followers.values() if trie.followers(after)]
+    return passes
 
 
 class TokenizedRow(msgspec.Struct, frozen=True):
@@ -262,7 +341,7 @@ class _TrieCache:
 
     def of(self, label_ids: list[list[int]]) -> LabelTrie:
         if self._trie is None or self._ids != label_ids:
-            self._ids, self._trie = label_ids, label_trie(label_ids)
+            self._ids, self._trie = label_ids, LabelTrie(label_ids)
             self._new_tokens += len(self._trie) * TRIE_TOKENS
         return self._trie
 
@@ -350,14 +429,6 @@ def softmax(scores: Sequence[float]) -> list[float]:
     weights = [math.exp(score - top) for score in scores]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
-
-
-def add_usage(usages: Sequence[Usage]) -> Usage:
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-    )
 
 
 def check_questions(task: ClassifyTask) -> None:

@@ -36,12 +36,15 @@ from cluster.http.errors import bug_response, error_response, install_handlers, 
 from cluster.http.grammar_compiler import GrammarCompiler
 from cluster.http.openapi import openapi_document
 from cluster.http.request_context import (
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    AccessLog,
     AppState,
     LauncherApi,
     RequestContext,
+    RequestLog,
     start_request_metrics,
 )
-from cluster.http.request_log import HEADER, AccessLog, RequestLog
 from cluster.http.responses import EventStream, json_response
 from cluster.http.schemas import ModelInfo
 from cluster.http.spans import TRACE, RequestTracer
@@ -85,7 +88,7 @@ def build_app(
     app_state = AppState(
         backend=backend,
         tokenizer=tokenizer,
-        tokenizer_pool=TokenizerPool(tokenizer, limits.tokenizing_threads),
+        tokenizer_pool=TokenizerPool(limits.tokenizing_threads),
         grammars=GrammarCompiler(tokenizer, model.eos_token_ids),
         bounds=Bounds(
             context_tokens=model.max_context_tokens,
@@ -118,7 +121,6 @@ class App(Starlette):
         self.access_log = AccessLog() if app_state.http.access_log else None
         self.pipelines: dict[str, _MeteredEndpoint] = {}
         self.router.redirect_slashes = False
-        self.state.memory_budget = app_state.memory_budget
         install_handlers(self)
         self._add_routes()
 
@@ -189,7 +191,7 @@ class App(Starlette):
 
 def _for_browsers(app: ASGIApp, http: HttpConfig) -> ASGIApp:
     """Return the application with CORS for model requests; others are not for browsers."""
-    shown = [HEADER.decode(), "retry-after"]
+    shown = [REQUEST_ID_HEADER.decode(), "retry-after"]
     cors = CORSMiddleware(app, http.allowed_origins, ("*",), ("*",), expose_headers=shown)
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,7 +220,9 @@ class _MeteredEndpoint:
         if self._app_state.tracer is None:
             await self._answer(scope, receive, send)
             return
-        with self._app_state.tracer.request(scope, self._path) as trace:
+        with self._app_state.tracer.request(
+            scope, self._path, scope["state"].get(REQUEST_ID, "")
+        ) as trace:
 
             async def send_on(message: Message) -> None:
                 if trace is not None and message["type"] == "http.response.start":

@@ -14,7 +14,6 @@ import logging
 import operator
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,7 +45,7 @@ from cluster.http.schemas import (
     TokenizeBody,
     UnsupportedFields,
 )
-from cluster.http.structured_output import check_ends, checked_choices, requested_structure
+from cluster.http.structured_output import check_ends, requested_structure
 from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
@@ -99,8 +98,8 @@ async def read_request_body(
 ) -> Body:
     """Return the request's body, charged to the request's account. Enforces the body timeout."""
     limit = app_state.http.max_body_bytes
-    log_body = partial(_log_body, ctx.request_id) if app_state.config.log.prompts else None
-    return await ctx.read(read_body(request, kind, limit, ctx.account, log_body))
+    logged_id = ctx.request_id if app_state.config.log.prompts else None
+    return await ctx.read(_read_body(request, kind, limit, ctx.account, logged_id))
 
 
 async def read_small_body(
@@ -110,7 +109,7 @@ async def read_small_body(
     account, limit_s = app_state.memory_budget.open(), app_state.http.body_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            return await read_body(request, kind, max_bytes, account)
+            return await _read_body(request, kind, max_bytes, account)
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from None
     finally:
@@ -127,22 +126,17 @@ async def read_prioritized_body(
     return body
 
 
-def _log_body(request_id: str, data: bytearray) -> None:
-    body = data[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
-    event(log, "request_body", request_id=request_id, bytes=len(data), body=body)
-
-
-async def read_body(
+async def _read_body(
     request: Request,
     kind: type[Body],
     max_bytes: int,
     account: MemoryAccount,
-    log_body: Callable[[bytearray], None] | None = None,
+    logged_id: str | None = None,
 ) -> Body:
     """Read and decode the body as `kind`. Raises RequestError; `param` names the field.
 
     account: charged as the body grows; what the decoded body holds stays charged.
-    log_body: receives the body before it is decoded.
+    logged_id: the request's id, if its body is logged.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -162,8 +156,9 @@ async def read_body(
             data += chunk
     except ClientDisconnect:
         raise ClientGoneError("the client disconnected while sending its request") from None
-    if log_body is not None:
-        log_body(data)
+    if logged_id is not None:
+        text = data[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
+        event(log, "request_body", request_id=logged_id, bytes=len(data), body=text)
     account.charge(decoded_bytes(data))
     body = decode_body(data, kind)
     account.release(len(data))
@@ -333,7 +328,6 @@ def check_options(
         max_tokens=_or_default(body.max_completion_tokens, body.max_tokens),
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         structure=structure,
-        choices=checked_choices(structure),
         n=n,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),

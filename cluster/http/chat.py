@@ -4,6 +4,8 @@ The last two are vLLM's: the tokens of a text or conversation, and the text of t
 rank.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,14 +22,17 @@ from cluster.http.body import (
     read_request_body,
     resolve_max_tokens,
 )
-from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, MemoryAccount, generated_answer_bytes
+from cluster.http.cost import (
+    CHAT_ALTERNATIVE_BYTES,
+    MemoryAccount,
+    decoded_bytes,
+    generated_answer_bytes,
+)
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
-from cluster.http.guided_choice import samplings
-from cluster.http.request_context import AppState, RequestContext
-from cluster.http.request_log import fresh_id
+from cluster.http.request_context import AppState, RequestContext, fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
-from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
+from cluster.http.responses import ChoiceBuilder, LogprobsOf, chat_logprobs, json_response
 from cluster.http.schemas import (
     TEMPLATE_FIELDS,
     ChatBody,
@@ -35,14 +40,13 @@ from cluster.http.schemas import (
     DetokenizeBody,
     GenerationOptions,
     TokenizeBody,
+    Tool,
 )
-from cluster.http.structured_output import check_ends, compile_structure
+from cluster.http.structured_output import check_ends, forced_call, requested_tools, samplings
 from cluster.http.text import Delta, ShownToken, decode_text
-from cluster.http.tool_calls import forced_call, plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece, open_tag
-from models.text.tokenizer import Tokenizer
 
 CALL_ID_CHARACTERS = 9  # Mistral's templates accept no others
 PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
@@ -53,7 +57,7 @@ _RESERVED = frozenset(
 
 
 async def chat_completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
-    return await generation(app_state, ctx, request, ChatBody, _job, _ChatFormatter)
+    return await generation(app_state, ctx, request, ChatBody, _job)
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> GenerationJob:
@@ -79,7 +83,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     if tools:
-        variables["tools"] = [plain_tool(tool) for tool in tools]
+        variables["tools"] = [_plain_tool(tool) for tool in tools]
     token_ids = await chat_token_ids(
         *(app_state, ctx, body.messages, variables),
         add_special_tokens=bool(body.add_special_tokens),
@@ -104,19 +108,17 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         before = form.reasoning(prompt_end, app_state.tokenizer.tag_ids)
         structure = msgspec.structs.replace(structure, before=before)
         options = msgspec.structs.replace(options, structure=structure)
-    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     (sampling,) = await samplings(app_state, ctx, [(token_ids, room)], options)
     new_parser = forced.new_parser if forced else None
     if structure is None or structure.before:  # else the whole answer is content or a call
         called = tools if structure is None else []
         schemas = {tool.function.name: tool.function.parameters or {} for tool in called}
         new_parser = form.new_parser(prompt_end, schemas, continues=bool(first_part))
-    return GenerationJob(
-        [GenerationPrompt(token_ids, sampling)],
-        options,
-        new_parser=new_parser,
-        parallel_calls=body.parallel_tool_calls is not False,
-    )
+    new_fields = partial(AnswerFields, new_parser, body.parallel_tool_calls is not False)
+    logprobs_of = None if top is None else partial(chat_logprobs, app_state.tokenizer)
+    formatter = _ChatFormatter(new_fields, logprobs_of)
+    prompts = [GenerationPrompt(token_ids, sampling)]
+    return GenerationJob(prompts, options, formatter, shows_tags=new_parser is not None)
 
 
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
@@ -195,8 +197,53 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
     if message.tool_calls:
         place = f"messages[{index}].tool_calls"
         calls = message.tool_calls
-        plain["tool_calls"] = [template_tool_call(place, call, account) for call in calls]
+        plain["tool_calls"] = [_template_tool_call(place, call, account) for call in calls]
     return plain
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    """Return a tool as the client wrote it."""
+    function = {
+        key: value
+        for key, value in msgspec.structs.asdict(tool.function).items()
+        if value is not None
+    }
+    return {"type": tool.type, "function": function}
+
+
+class _JsonArguments(dict[str, Any]):
+    """Arguments of a tool call for a template: a mapping, and where text is expected their JSON."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _template_tool_call(place: str, call: dict[str, Any], account: MemoryAccount) -> dict[str, Any]:
+    """Return a tool call for a template, which may walk through the arguments or print them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}: expected an object with function.name", "messages")
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    account.charge(decoded_bytes(text.encode("utf-8", "replace")))
+    try:
+        values = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        values = None
+    if not isinstance(values, dict):  # a model's mistake: shown as it was written
+        return call
+    return {**call, "function": {**function, "arguments": _JsonArguments(text, values)}}
 
 
 def _text(message: ChatMessage) -> str:
@@ -226,14 +273,12 @@ class _ChatFormatter:
 
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        self._tokenizer = tokenizer
-        self._include_logprobs = job.options.sampling.logprobs is not None
-        self._new_fields = partial(AnswerFields, job.new_parser, job.parallel_calls)
+    def __init__(
+        self, new_fields: Callable[[], AnswerFields], logprobs_of: LogprobsOf | None
+    ) -> None:
+        self.logprobs_of = logprobs_of
+        self._new_fields = new_fields
         self._started: dict[int, AnswerFields] = {}
-
-    def logprobs(self) -> ChatLogprobsBuilder | None:
-        return ChatLogprobsBuilder(self._tokenizer) if self._include_logprobs else None
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         fields = self._new_fields()
@@ -272,11 +317,10 @@ class _ChatFormatter:
     def _piece(
         self, index: int, delta: dict[str, Any], tokens: list[ShownToken], reason: str | None
     ) -> dict[str, Any]:
-        has_logprobs = tokens and self._include_logprobs
         return {
             "index": index,
             "delta": delta,
-            "logprobs": chat_logprobs(self._tokenizer, tokens) if has_logprobs else None,
+            "logprobs": self.logprobs_of(tokens) if tokens and self.logprobs_of else None,
             "finish_reason": reason,
         }
 
@@ -368,12 +412,13 @@ async def _token_ids(app_state: AppState, ctx: RequestContext, body: TokenizeBod
         raise UnsupportedFieldError(f"{', '.join(TEMPLATE_FIELDS)} are for messages", "messages")
     assert body.prompt is not None
     app_state.bounds.check_text("prompt", len(body.prompt))
-    (token_ids,) = await app_state.tokenizer_pool.encode(
+    steps = app_state.tokenizer.encode_steps(
         [body.prompt],
-        ctx.charge_tokens,
         param="prompt",
-        characters=len(body.prompt),
         max_tokens=app_state.model.max_context_tokens,
         add_special_tokens=body.add_special_tokens is not False,
+    )
+    (token_ids,) = await app_state.tokenizer_pool.run(
+        steps, len(body.prompt), ctx.charge_tokens, ctx.priority
     )
     return token_ids

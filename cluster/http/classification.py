@@ -259,13 +259,13 @@ async def _prompts(
     lists = [item for item in items if isinstance(item, list)]
     if isinstance(query, str) and len(texts) == len(items):
         characters = _check_characters(app_state.bounds, query, texts)
-        return await app_state.tokenizer_pool.encode(
+        steps = app_state.tokenizer.encode_steps(
             (text + query if first else query + text for text in texts),
-            ctx.charge_tokens,
             param="items",
-            characters=characters,
             max_tokens=app_state.bounds.context_tokens,
-            priority=ctx.priority,
+        )
+        return await app_state.tokenizer_pool.run(
+            steps, characters, ctx.charge_tokens, ctx.priority
         )
     if isinstance(query, list) and len(lists) == len(items):
         tokens = sum(len(query) + len(ids) for ids in lists)

@@ -1,5 +1,6 @@
 """`POST /v1/completions`."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,11 +15,10 @@ from cluster.http.body import (
 )
 from cluster.http.cost import COMPLETION_ALTERNATIVE_BYTES, generated_answer_bytes, scored_bytes
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
-from cluster.http.guided_choice import samplings
 from cluster.http.request_context import AppState, RequestContext
-from cluster.http.responses import ChoiceBuilder, CompletionLogprobsBuilder, completion_logprobs
+from cluster.http.responses import ChoiceBuilder, LogprobsOf, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
-from cluster.http.structured_output import compile_structure
+from cluster.http.structured_output import choices_of, samplings
 from cluster.http.text import Delta, decode_text
 from contracts.errors import RequestError
 from models.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
-    return await generation(app_state, ctx, request, CompletionBody, _job, _CompletionFormatter)
+    return await generation(app_state, ctx, request, CompletionBody, _job)
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -> GenerationJob:
@@ -45,8 +45,8 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         )
     model, sizes = app_state.model, []
     default = DEFAULT_MAX_TOKENS
-    if options.choices is not None:  # room for any choice; reduced later
-        default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
+    if choices := choices_of(options):  # room for any choice; reduced later
+        default = 4 * max(len(choice.encode()) for choice in choices) + 4
     adds = body.add_special_tokens is not False
     token_ids = await _token_ids(app_state, ctx, listed, add_special_tokens=adds)
     for ids in token_ids:
@@ -54,7 +54,6 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         room = resolve_max_tokens(len(ids), options, app_state, default=default, param="prompt")
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
-    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
     sampled = await samplings(app_state, ctx, with_rooms, options)
     prompts = []
@@ -67,7 +66,8 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
             text = await decode_text(app_state.tokenizer, given, complete=is_last)
         prompts.append(GenerationPrompt(ids, sampling, text))
     # lm-eval takes the last listed token for the generated one: an eos must be listed
-    return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
+    formatter = _CompletionFormatter(app_state.tokenizer, options.sampling.logprobs)
+    return GenerationJob(prompts, options, formatter, echo=bool(body.echo), lists_eos=True)
 
 
 def _check_cost(
@@ -123,14 +123,12 @@ async def _token_ids(
         for text in texts:
             app_state.bounds.check_text("prompt", len(text))
         most = app_state.model.max_context_tokens
-        return await app_state.tokenizer_pool.encode(
-            texts,
-            ctx.charge_tokens,
-            param="prompt",
-            characters=sum(map(len, texts)),
-            max_tokens=most,
-            add_special_tokens=add_special_tokens,
-            priority=ctx.priority,
+        steps = app_state.tokenizer.encode_steps(
+            texts, param="prompt", max_tokens=most, add_special_tokens=add_special_tokens
+        )
+        characters = sum(map(len, texts))
+        return await app_state.tokenizer_pool.run(
+            steps, characters, ctx.charge_tokens, ctx.priority
         )
     return [given for given in listed if isinstance(given, list)]
 
@@ -138,13 +136,10 @@ async def _token_ids(
 class _CompletionFormatter:
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = job.options.sampling.logprobs
-
-    def logprobs(self) -> CompletionLogprobsBuilder | None:
-        num_top = self._num_top
-        return None if num_top is None else CompletionLogprobsBuilder(self._tokenizer, num_top)
+    def __init__(self, tokenizer: Tokenizer, top: int | None) -> None:
+        self.logprobs_of: LogprobsOf | None = None
+        if top is not None:
+            self.logprobs_of = partial(completion_logprobs, tokenizer, top)
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
@@ -152,13 +147,10 @@ class _CompletionFormatter:
     def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         if not (delta.text or delta.tokens or delta.finish_reason):
             return []
-        logprobs = None
-        if self._num_top is not None:
-            logprobs = completion_logprobs(self._tokenizer, delta.tokens, self._num_top)
         piece = {
             "index": index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs_of(delta.tokens) if self.logprobs_of else None,
             "finish_reason": delta.finish_reason,
         }
         return [piece]

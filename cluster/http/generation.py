@@ -24,7 +24,7 @@ from cluster.http.responses import (
     Deltas,
     EventStream,
     Json,
-    LogprobsJson,
+    LogprobsOf,
     json_list,
     json_object,
     pieces_response,
@@ -38,7 +38,6 @@ from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
-from models.text.answer_format import AnswerParser
 from models.text.tokenizer import Tokenizer
 
 CONCURRENT_SEQUENCES = 256  # per request
@@ -152,19 +151,39 @@ class GenerationPrompt(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class ResponseFormatter(Protocol):
+    """Form of one API's answers.
+
+    prefix: of an answer's id.
+    object_type, chunk_type: names of a whole answer and of a chunk.
+    logprobs_of: returns the log-probabilities of tokens; None: not requested.
+    """
+
+    prefix: str
+    object_type: str
+    chunk_type: str
+    logprobs_of: LogprobsOf | None
+
+    def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
+        """Return a choice of a whole answer, without log-probabilities."""
+
+    def pieces(self, index: int, delta: Delta) -> Sequence[dict[str, Any]]:
+        """Return the choices of the chunks of a delta."""
+
+
 class GenerationJob(msgspec.Struct, frozen=True):
     """A checked request.
 
     lists_eos: the end-of-sequence token is listed among the tokens with log-probabilities.
-    new_parser: returns a parser of one answer; None: answers have no format.
+    shows_tags: the formatter receives the tags of the model's answer format.
     """
 
     prompts: list[GenerationPrompt]
     options: GenerationOptions
+    formatter: ResponseFormatter
     echo: bool = False
     lists_eos: bool = False
-    new_parser: Callable[[], AnswerParser] | None = None
-    parallel_calls: bool = True
+    shows_tags: bool = False
 
     @property
     def count(self) -> int:
@@ -182,30 +201,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
         return index // self.options.n
 
 
-class ResponseFormatter(Protocol):
-    """Form of one API's answers.
-
-    prefix: of an answer's id.
-    object_type, chunk_type: names of a whole answer and of a chunk.
-    """
-
-    prefix: str
-    object_type: str
-    chunk_type: str
-
-    def logprobs(self) -> LogprobsJson | None:
-        """Return a builder of one choice's log-probabilities; None: not requested."""
-
-    def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
-        """Return a choice of a whole answer, without log-probabilities."""
-
-    def pieces(self, index: int, delta: Delta) -> Sequence[dict[str, Any]]:
-        """Return the choices of the chunks of a delta."""
-
-
 Body = TypeVar("Body", bound=GenerationBody)
 Check = Callable[[AppState, RequestContext, Body], Awaitable[GenerationJob]]
-MakeFormatter = Callable[[Tokenizer, GenerationJob], ResponseFormatter]
 
 
 async def generation(
@@ -214,7 +211,6 @@ async def generation(
     request: Request,
     kind: type[Body],
     check: Check[Body],
-    make_formatter: MakeFormatter,
 ) -> Response:
     """Run a generation request.
 
@@ -226,8 +222,7 @@ async def generation(
         job = await check(app_state, ctx, body)
         if job.prefill_only:
             ctx.pipeline = Pipeline.PREFILL
-        formatter = make_formatter(app_state.tokenizer, job)
-        run = _Run(app_state, ctx, job, formatter)
+        run = _Run(app_state, ctx, job)
         if job.options.stream:
             return await EventStream.open(ctx, run.frames())
         return pieces_response(await run.answer())
@@ -238,21 +233,15 @@ async def generation(
 class _Run:
     """A running job: its deltas, as one answer or as a stream of chunks."""
 
-    def __init__(
-        self,
-        app_state: AppState,
-        ctx: RequestContext,
-        job: GenerationJob,
-        formatter: ResponseFormatter,
-    ) -> None:
+    def __init__(self, app_state: AppState, ctx: RequestContext, job: GenerationJob) -> None:
         self._app_state = app_state
         self._ctx = ctx
         self._job = job
-        self._formatter = formatter
+        self._formatter = job.formatter
         self._stops, self._markers = job.options.stops, dict[int, str]()
         if job.options.stops:
             tokenizer = app_state.tokenizer
-            shown = tokenizer.tag_texts if job.new_parser else {}
+            shown = tokenizer.tag_texts if job.shows_tags else {}
             hidden = {i: text for i, text in tokenizer.special_texts.items() if i not in shown}
             self._stops, self._markers = mark_special(job.options.stops, hidden)
         self._usages: dict[int, Usage] = {}
@@ -262,7 +251,7 @@ class _Run:
 
     async def answer(self) -> Json:
         formatter, account = self._formatter, self._ctx.account
-        choices = [ChoiceBuilder(formatter.logprobs(), account) for _ in range(self._job.count)]
+        choices = [ChoiceBuilder(formatter.logprobs_of, account) for _ in range(self._job.count)]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
@@ -325,7 +314,7 @@ class _Run:
             stops_after=submit.sampling.min_tokens if submit.sampling else 0,
             hidden_ids=submit.end_token_ids,
             lists_hidden=self._job.lists_eos,
-            shows_tags=self._job.new_parser is not None,
+            shows_tags=self._job.shows_tags,
         )
         first_s = last_s = 0.0
         async with aclosing(app_state.backend.generate(submit, wait_for_slot=index > 0)) as batches:

@@ -3,6 +3,7 @@
 Types and bounds of fields come from the structs in `schemas.py` and `response_types.py`.
 """
 
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -63,6 +64,8 @@ _CHUNKS: dict[type, type] = {
 class _Operation(NamedTuple):
     """A method of a path. scheme: the key that it requires, if configured."""
 
+    method: str
+    path: str
     summary: str
     answer: type | Schema
     statuses: tuple[int, ...] = _POST_STATUSES
@@ -90,43 +93,6 @@ _CONTENT = {
 }
 _TRACE = {"description": "Chrome trace events, for Perfetto", "content": _OBJECT}
 _DOCUMENT = {"description": "This document", "content": _OBJECT}
-_POSTS: dict[str, tuple[str, type, type]] = {
-    "/v1/completions": ("Continue prompts", schemas.CompletionBody, answers.Completion),
-    "/v1/chat/completions": ("Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
-    "/v1/classify": ("Classify texts", schemas.ClassifyBody, answers.Classification),
-    "/v1/score": ("Score tokens that may come next", schemas.ScoreBody, answers.Scoring),
-    "/tokenize": ("Text to tokens", schemas.TokenizeBody, answers.Tokenized),
-    "/detokenize": ("Tokens to text", schemas.DetokenizeBody, answers.Detokenized),
-}
-_GETS: dict[str, _Operation] = {
-    "/v1/models": _Operation("Models", answers.ModelList, (401, 500)),
-    "/v1/models/{name}": _Operation(
-        "One model", answers.ModelCard, (401, 404, 500), parameters=(_MODEL_NAME,)
-    ),
-    "/openapi.json": _Operation("OpenAPI", _DOCUMENT, (500,), ""),
-    "/health": _Operation("Readiness of every rank", answers.Health, (500, 503), ""),
-    "/version": _Operation("Version", answers.Version, (500,), ""),
-    "/load": _Operation(
-        "Running and waiting requests", answers.ServerLoad, (401, 500), "metrics_key"
-    ),
-    "/status": _Operation("State of every rank", answers.Status, (401, 500), "metrics_key"),
-    "/metrics": _Operation("Metrics", _TEXT, (401, 500), "metrics_key"),
-    "/trace": _Operation(
-        "Trace of every process over the next seconds",
-        *(_TRACE, (400, 401, 429, 500, 503), "metrics_key"),
-        parameters=(_TRACE_SECONDS,),
-    ),
-}
-_SCALE = {
-    "get": _Operation(
-        "The last change of the number of ranks", ScaleState, (401, 500), "operator_key"
-    ),
-    "post": _Operation(
-        "Change the number of ranks",
-        *(ScaleState, (400, 401, 408, 413, 415, 429, 500), "operator_key", ScaleTarget),
-    ),
-}
-
 _UPLOAD: Schema = {
     "multipart/form-data": {
         "schema": {
@@ -149,52 +115,67 @@ _PAGE = tuple(
 )
 _STORED = (400, 401, 404, 500, 503, 507)
 _CREATED = (*_STORED, 408, 413, 415, 429)
-_BATCHES: dict[str, dict[str, _Operation]] = {
-    "/v1/files": {
-        "get": _Operation("Files", batches.FileList, _STORED, parameters=_PAGE),
-        "post": _Operation(
-            "Upload a file of requests", batches.FileObject, (*_CREATED, 409), body=_UPLOAD
-        ),
-    },
-    "/v1/files/{id}": {
-        "get": _Operation("One file", batches.FileObject, _STORED, parameters=(_ID,)),
-        "delete": _Operation(
-            "Delete a file", batches.DeletedFile, (*_STORED, 409), parameters=(_ID,)
-        ),
-    },
-    "/v1/files/{id}/content": {
-        "get": _Operation("The content of a file", _CONTENT, _STORED, parameters=(_ID,))
-    },
-    "/v1/batches": {
-        "get": _Operation("Batches", batches.BatchList, _STORED, parameters=_PAGE),
-        "post": _Operation(
-            "Answer the requests of a file",
-            *(batches.BatchObject, _CREATED),
-            body=batches.BatchBody,
-        ),
-    },
-    "/v1/batches/{id}": {
-        "get": _Operation("One batch", batches.BatchObject, _STORED, parameters=(_ID,))
-    },
-    "/v1/batches/{id}/cancel": {
-        "post": _Operation(
-            "Cancel a batch", batches.BatchObject, (*_STORED, 409), parameters=(_ID,)
-        )
-    },
-}
+_get, _post = partial(_Operation, "get"), partial(_Operation, "post")
+_OPERATIONS: tuple[_Operation, ...] = (
+    _post("/v1/completions", "Continue prompts", answers.Completion, body=schemas.CompletionBody),
+    _post(
+        *("/v1/chat/completions", "Answer a conversation", answers.ChatCompletion),
+        body=schemas.ChatBody,
+    ),
+    _post("/v1/classify", "Classify texts", answers.Classification, body=schemas.ClassifyBody),
+    _post("/v1/score", "Score tokens that may come next", answers.Scoring, body=schemas.ScoreBody),
+    _post("/tokenize", "Text to tokens", answers.Tokenized, body=schemas.TokenizeBody),
+    _post("/detokenize", "Tokens to text", answers.Detokenized, body=schemas.DetokenizeBody),
+    _get("/v1/models", "Models", answers.ModelList, (401, 500)),
+    _get(
+        *("/v1/models/{name}", "One model", answers.ModelCard, (401, 404, 500)),
+        parameters=(_MODEL_NAME,),
+    ),
+    _get("/openapi.json", "OpenAPI", _DOCUMENT, (500,), ""),
+    _get("/health", "Readiness of every rank", answers.Health, (500, 503), ""),
+    _get("/version", "Version", answers.Version, (500,), ""),
+    _get("/load", "Running and waiting requests", answers.ServerLoad, (401, 500), "metrics_key"),
+    _get("/status", "State of every rank", answers.Status, (401, 500), "metrics_key"),
+    _get("/metrics", "Metrics", _TEXT, (401, 500), "metrics_key"),
+    _get(
+        *("/trace", "Trace of every process over the next seconds", _TRACE),
+        *((400, 401, 429, 500, 503), "metrics_key"),
+        parameters=(_TRACE_SECONDS,),
+    ),
+    _get(
+        *("/scale", "The last change of the number of ranks", ScaleState),
+        *((401, 500), "operator_key"),
+    ),
+    _post(
+        *("/scale", "Change the number of ranks", ScaleState),
+        *((400, 401, 408, 413, 415, 429, 500), "operator_key", ScaleTarget),
+    ),
+    _get("/v1/files", "Files", batches.FileList, _STORED, parameters=_PAGE),
+    _post(
+        *("/v1/files", "Upload a file of requests", batches.FileObject, (*_CREATED, 409)),
+        body=_UPLOAD,
+    ),
+    _get("/v1/files/{id}", "One file", batches.FileObject, _STORED, parameters=(_ID,)),
+    _Operation(
+        *("delete", "/v1/files/{id}", "Delete a file", batches.DeletedFile, (*_STORED, 409)),
+        parameters=(_ID,),
+    ),
+    _get("/v1/files/{id}/content", "The content of a file", _CONTENT, _STORED, parameters=(_ID,)),
+    _get("/v1/batches", "Batches", batches.BatchList, _STORED, parameters=_PAGE),
+    _post(
+        *("/v1/batches", "Answer the requests of a file", batches.BatchObject, _CREATED),
+        body=batches.BatchBody,
+    ),
+    _get("/v1/batches/{id}", "One batch", batches.BatchObject, _STORED, parameters=(_ID,)),
+    _post(
+        *("/v1/batches/{id}/cancel", "Cancel a batch", batches.BatchObject, (*_STORED, 409)),
+        parameters=(_ID,),
+    ),
+)
 
 
 def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = None) -> Schema:
     """Return the document. costs: cost limits, shown as maxLength of texts and as `x-limits`."""
-    operations = {
-        **{
-            path: {"post": _Operation(summary, answer, body=body)}
-            for path, (summary, body, answer) in _POSTS.items()
-        },
-        **{path: {"get": operation} for path, operation in _GETS.items()},
-        "/scale": _SCALE,
-        **_BATCHES,
-    }
     keys = {
         "key": http.has_keys,
         "metrics_key": http.metrics_key is not None or http.keys_file is not None,
@@ -204,6 +185,10 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
     refusing = {*schemes}
     if http.has_keys or not http.is_local:
         refusing.add("operator_key")  # without such a key /scale is closed
+    paths: dict[str, Schema] = {}
+    for operation in _OPERATIONS:
+        rendered = _rendered(operation, schemes, refusing)
+        paths.setdefault(operation.path, {})[operation.method] = rendered
     document: Schema = {
         "openapi": VERSION,
         "info": {
@@ -211,15 +196,9 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
             "version": "1",
             "description": "Mixture-of-Experts serving: generation, classification, scoring.",
         },
-        "paths": {
-            path: {
-                method: _rendered(operation, schemes, refusing)
-                for method, operation in methods.items()
-            }
-            for path, methods in operations.items()
-        },
+        "paths": paths,
         "components": {
-            "schemas": _components(operations, model, http, costs),
+            "schemas": _components(model, http, costs),
             "responses": _error_responses(),
         },
     }
@@ -233,16 +212,10 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
     return document
 
 
-def _components(
-    operations: dict[str, dict[str, _Operation]],
-    model: ModelInfo,
-    http: HttpConfig,
-    costs: Bounds | None,
-) -> dict[str, Schema]:
+def _components(model: ModelInfo, http: HttpConfig, costs: Bounds | None) -> dict[str, Schema]:
     shapes: list[Any] = [*_CHUNKS.values(), answers.ErrorResponse]
-    for methods in operations.values():
-        for operation in methods.values():
-            shapes += [x for x in (operation.body, operation.answer) if isinstance(x, type)]
+    for operation in _OPERATIONS:
+        shapes += [x for x in (operation.body, operation.answer) if isinstance(x, type)]
     _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
     _apply_deployment(components, model, http)
     _apply_combinations(components)

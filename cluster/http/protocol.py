@@ -32,8 +32,7 @@ from cluster.http.errors import (
     TargetTooLongError,
     error_body,
 )
-from cluster.http.request_context import WATCH
-from cluster.http.request_log import fresh_id
+from cluster.http.request_context import WATCH, fresh_id
 from contracts.config import HttpConfig
 from contracts.errors import TandemError
 
@@ -172,7 +171,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._update_wait()
 
     def shutdown(self) -> None:
-        super().shutdown()
+        if not self.transport.is_closing():  # asyncio's TLS transport cannot be closed twice
+            super().shutdown()
         self._update_wait()
 
     # Parser

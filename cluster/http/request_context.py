@@ -1,15 +1,21 @@
-"""One HTTP request, from its arrival to the last byte: client disconnect, deadlines, metrics."""
+"""One HTTP request, from its arrival to the last byte: id, log, disconnect, deadlines, metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import random
+import re
+import secrets
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.http.authenticator import Authenticator, KeyQuota
@@ -17,7 +23,6 @@ from cluster.http.batch_types import BatchCall
 from cluster.http.cost import TOKEN_BYTES, Bounds, MemoryBudget
 from cluster.http.errors import BodyTimeoutError
 from cluster.http.grammar_compiler import GrammarCompiler
-from cluster.http.request_log import REQUEST_ID
 from cluster.http.schemas import ModelInfo
 from cluster.http.spans import TRACE, RequestTrace, RequestTracer
 from cluster.http.text import TokenizerPool
@@ -30,8 +35,8 @@ from contracts.errors import (
     ForbiddenError,
     NotReadyError,
     RequestTimeoutError,
-    TandemError,
 )
+from contracts.logs import ACCESS, Line, log_lines
 from contracts.metrics import Pipeline, RequestOutcome
 from contracts.ranks import RankStatus
 from contracts.requests import Caller, Priority, Usage
@@ -39,16 +44,129 @@ from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, RequestSpan, TraceResponse
 from models.text.tokenizer import Tokenizer
 
+log = logging.getLogger(ACCESS)
+
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_PATH_CHARACTERS = 200
+WRITTEN_AFTER_S = 0.2
+WRITTEN_LINES = 1000
 POLL_PERIOD_S = 0.05
-
-
-Result = TypeVar("Result")
 MAX_UPLOADS = 8  # of files, at a time
 MAX_RECENT_REQUESTS = 4096  # for traces
-# In scope["state"], set by our HTTP server: call it with a callback for the client's disconnect,
-# or with None to reset it. On other servers a task waits for the disconnect, which is slower.
+_USABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+# In scope["state"].
+REQUEST_ID = "request_id"
+# Set by our HTTP server: call it with a callback for the client's disconnect, or with None to reset
+# it. On other servers a task waits for the disconnect, which is slower.
 WATCH = "watch"
-CALLER = "caller"  # in scope["state"], set by this process's own requests (`RowClient`)
+CALLER = "caller"  # set by this process's own requests (`RowClient`)
+
+Result = TypeVar("Result")
+Watch = Callable[[Callable[[], None] | None], None]
+
+_bits = random.Random(secrets.randbits(256))  # not secret; faster than a system call each
+
+
+def fresh_id() -> str:
+    """Return a unique id: 32 hexadecimal digits."""
+    return f"{_bits.getrandbits(128):032x}"
+
+
+class AccessLog:
+    """Buffer of the access log, on one event loop.
+
+    Lines are written together, at most WRITTEN_AFTER_S after the first: single writes would take a
+    twentieth of a small request's time.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+
+    def add(self, fields: dict[str, object]) -> None:
+        self._lines.append((time.time(), "", fields))
+        if len(self._lines) == 1:
+            asyncio.get_running_loop().call_later(WRITTEN_AFTER_S, self.write)
+        elif len(self._lines) == WRITTEN_LINES:
+            self.write()
+
+    def write(self) -> None:
+        if self._lines:
+            lines, self._lines = self._lines, []
+            log_lines(log, lines)
+
+
+class RequestLog:
+    """ASGI middleware, outside of the error handling.
+
+    The log contains no text of a request: of the target only the path, percent-encoded as sent.
+    """
+
+    def __init__(self, app: ASGIApp, http: HttpConfig, access_log: AccessLog | None) -> None:
+        self._app = app
+        self._exclude = frozenset(http.access_log_exclude)
+        self._adds_header = http.front == "direct"  # Serve's proxy answers with the id
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope["headers"])
+        header = (REQUEST_ID_HEADER, request_id.encode())
+        scope.setdefault("state", {})[REQUEST_ID] = request_id
+        arrived_s = monotonic_s()
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._adds_header:
+                    message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            if (
+                self._access_log is not None
+                and log.isEnabledFor(logging.INFO)
+                and not (status < 400 and _route(scope) in self._exclude)
+            ):
+                spent_ms = 1e3 * (monotonic_s() - arrived_s)
+                self._access_log.add(
+                    {
+                        "method": scope["method"],
+                        "path": _path(scope),
+                        "status": status,
+                        "ms": round(spent_ms, 1),
+                        "request_id": request_id,
+                    }
+                )
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's id if it is usable in headers and logs, else a fresh one."""
+    for name, value in headers:
+        if name == REQUEST_ID_HEADER:
+            if _USABLE.fullmatch(value):
+                return value.decode()
+            break
+    return fresh_id()
+
+
+def _route(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _path(scope: Scope) -> str:
+    raw = scope.get("raw_path") or scope["path"].encode()
+    path = raw[: MAX_PATH_CHARACTERS + 1].decode("ascii", "backslashreplace")
+    if len(path) > MAX_PATH_CHARACTERS:
+        path = path[:MAX_PATH_CHARACTERS] + "..."
+    return path if path.isprintable() else ascii(path)
 
 
 def start_request_metrics(telemetry: Telemetry) -> None:
@@ -87,9 +205,6 @@ class DrainController:
         except TimeoutError:
             pass
         return len(requests)
-
-
-Watch = Callable[[Callable[[], None] | None], None]
 
 
 class LauncherApi(Protocol):
@@ -142,47 +257,6 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def http(self) -> HttpConfig:
         return self.config.http
-
-
-class _CancelScope:
-    """Cancels the enclosing task's block, with the first reason given.
-
-    Like `asyncio.timeout`, but for several reasons and in a third of its time.
-    """
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._timer: asyncio.TimerHandle | None = None
-        self._reason: Callable[[], TandemError] | None = None
-        self._exited = False
-
-    def cancel_at(self, when_s: float, reason: Callable[[], TandemError]) -> None:
-        """Cancel at `when_s` of the event loop's clock."""
-        self._timer = self._task.get_loop().call_at(when_s, self.cancel, reason)
-
-    def cancel(self, reason: Callable[[], TandemError]) -> None:
-        if self._reason is None and not self._exited:
-            self._reason = reason
-            self._task.cancel()
-
-    def __enter__(self) -> _CancelScope:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._exited = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reason is None:
-            return
-        others = self._task.uncancel()  # also cancelled by others
-        if kind is asyncio.CancelledError and not others:
-            raise self._reason() from None
-
-
-def _client_gone() -> TandemError:
-    return ClientGoneError("the client disconnected before its answer was complete")
 
 
 class RequestContext:
@@ -261,9 +335,16 @@ class RequestContext:
 
         The deadline is for the whole body: a client could sustain a minimum rate forever.
         """
-        with _CancelScope() as cancel_scope:
-            cancel_scope.cancel_at(self._loop_s + self._body_limit_s, self._body_timeout_error)
-            return await body
+        http = self._app_state.http
+        limit_s = min(http.body_timeout_s, http.request_timeout_s)
+        try:
+            async with asyncio.timeout_at(self._loop_s + limit_s):
+                return await body
+        except TimeoutError:
+            name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
+            raise BodyTimeoutError(
+                f"the body did not arrive within {limit_s:g} s (http.{name})"
+            ) from None
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`; cancel it when the client disconnects or time is up.
@@ -271,29 +352,30 @@ class RequestContext:
         Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Requires that the body
         is read: then the only message left is the disconnect.
         """
+        limit_s, is_gone = self._app_state.http.request_timeout_s, False
+
+        def leave() -> None:
+            nonlocal is_gone
+            is_gone = True
+            with contextlib.suppress(RuntimeError):  # the work has ended
+                deadline.reschedule(0.0)
+
         try:
-            with _CancelScope() as cancel_scope:
-                cancel_scope.cancel_at(
-                    self._loop_s + self._app_state.http.request_timeout_s, self._timeout_error
-                )
-                self._watch(lambda: cancel_scope.cancel(_client_gone))
+            async with asyncio.timeout_at(self._loop_s + limit_s) as deadline:
+                self._watch(leave)
                 return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if is_gone:
+                raise ClientGoneError(
+                    "the client disconnected before its answer was complete"
+                ) from None
+            raise RequestTimeoutError(
+                f"not done within {limit_s:g} s (http.request_timeout_s)"
+            ) from None
         finally:
             self._watch(None)
-
-    @property
-    def _body_limit_s(self) -> float:
-        http = self._app_state.http
-        return min(http.body_timeout_s, http.request_timeout_s)
-
-    def _body_timeout_error(self) -> TandemError:
-        limit_s, http = self._body_limit_s, self._app_state.http
-        name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
-        return BodyTimeoutError(f"the body did not arrive within {limit_s:g} s (http.{name})")
-
-    def _timeout_error(self) -> TandemError:
-        limit_s = self._app_state.http.request_timeout_s
-        return RequestTimeoutError(f"not done within {limit_s:g} s (http.request_timeout_s)")
 
     def _watch_by_task(self, release: Callable[[], None] | None) -> None:
         """Watch for a disconnect on any ASGI server."""

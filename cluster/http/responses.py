@@ -4,56 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cluster.classification.classify import add_usage
 from cluster.http import response_types
 from cluster.http.cost import MemoryAccount
 from cluster.http.errors import error_body, outcome_of
-from cluster.http.request_context import RequestContext
-from cluster.http.request_log import fresh_id
+from cluster.http.request_context import RequestContext, fresh_id
 from cluster.http.response_types import PromptTokensDetails, TokenUsage
 from cluster.http.text import Delta, ShownToken
 from contracts.errors import ClientGoneError, TandemError
 from contracts.metrics import RequestOutcome
-from contracts.requests import Usage
+from contracts.requests import Usage, add_usage
 from models.text.tokenizer import Tokenizer
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 Json = list[bytes]  # pieces of JSON text, never joined: an answer may be large
+# The log-probabilities of tokens, as a struct of lists and of fields that are always null.
+LogprobsOf = Callable[
+    [Sequence[ShownToken]], response_types.CompletionLogprobs | response_types.ChatLogprobs
+]
 
 SENT_AT_ONCE_BYTES = 1 << 18
 TEXT_OVERHEAD_BYTES = 64
 DONE = b"data: [DONE]\n\n"
 
 
-class ChunkedResponse(Response):
-    """A response sent in pieces, each when the client has read most of those before.
-
-    Unsent pieces stay charged to the request.
-    """
-
-    media_type = "application/json"
-
-    def __init__(self, pieces: Json) -> None:
-        super().__init__()
-        self._pieces = pieces
-        self.headers["content-length"] = str(sum(map(len, pieces)))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for piece in _regrouped(self._pieces):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+def json_response(body: object) -> Response:
+    return pieces_response([msgspec.json.encode(body)])
 
 
-def _regrouped(pieces: Json) -> Iterator[bytes]:
+def pieces_response(pieces: Json) -> Response:
+    """Return the response, in pieces if it is long: each when those before have been read."""
+    size = sum(map(len, pieces))
+    if size <= SENT_AT_ONCE_BYTES:
+        return Response(b"".join(pieces), media_type="application/json")
+    length = {"content-length": str(size)}
+    return StreamingResponse(_regrouped(pieces), headers=length, media_type="application/json")
+
+
+async def _regrouped(pieces: Json) -> AsyncIterator[bytes]:
     """Yield the same bytes in pieces of about SENT_AT_ONCE_BYTES."""
     buffer = bytearray()
     for piece in pieces:
@@ -64,16 +59,6 @@ def _regrouped(pieces: Json) -> Iterator[bytes]:
                 buffer.clear()
     if buffer:
         yield bytes(buffer)
-
-
-def json_response(body: object) -> Response:
-    return pieces_response([msgspec.json.encode(body)])
-
-
-def pieces_response(pieces: Json) -> Response:
-    if sum(map(len, pieces)) > SENT_AT_ONCE_BYTES:
-        return ChunkedResponse(pieces)
-    return Response(b"".join(pieces), media_type="application/json")
 
 
 def json_object(fields: dict[str, Any], long: dict[str, Json]) -> Json:
@@ -114,21 +99,17 @@ def token_usage(usages: Iterable[Usage], completion_tokens: int = 0) -> TokenUsa
     )
 
 
-class LogprobsJson(Protocol):
-    """Builder of log-probabilities as JSON. Objects would take ten times the memory."""
-
-    def add(self, tokens: Sequence[ShownToken]) -> int:
-        """Add tokens and return the growth in bytes."""
-
-    def pieces(self) -> Json: ...
-
-
 class ChoiceBuilder:
-    """One choice of an answer, built from its deltas and charged to `account`."""
+    """One choice of an answer, built from its deltas and charged to `account`.
 
-    def __init__(self, logprobs: LogprobsJson | None, account: MemoryAccount) -> None:
+    logprobs_of: None: without log-probabilities. They are kept as JSON: objects would take ten
+    times the memory.
+    """
+
+    def __init__(self, logprobs_of: LogprobsOf | None, account: MemoryAccount) -> None:
         self._texts: list[str] = []
-        self._logprobs = logprobs
+        self._logprobs_of = logprobs_of
+        self._slices: dict[str, Json] = {}  # of the lists, without their brackets
         self._account = account
         self.finish_reason: str | None = None
 
@@ -138,20 +119,31 @@ class ChoiceBuilder:
 
     @property
     def logprobs(self) -> Json:
-        return [b"null"] if self._logprobs is None else self._logprobs.pieces()
+        if self._logprobs_of is None:
+            return [b"null"]
+        pieces: Json = []
+        for name, empty in msgspec.structs.asdict(self._logprobs_of([])).items():
+            slices = json_list([each] for each in self._slices.get(name, ()))
+            pieces += [b"," if pieces else b"{", msgspec.json.encode(name), b":"]
+            pieces += [b"null"] if empty is None else slices
+        return [*pieces, b"}"]
 
     def add(self, delta: Delta) -> None:
         """Add a delta. Raises what charging the account raises."""
         self._texts.append(delta.text)
         grown = TEXT_OVERHEAD_BYTES + len(delta.text)
-        if self._logprobs is not None:
-            grown += self._logprobs.add(delta.tokens)
+        if self._logprobs_of is not None and delta.tokens:
+            for name, values in msgspec.structs.asdict(self._logprobs_of(delta.tokens)).items():
+                if values:
+                    encoded = msgspec.json.encode(values)[1:-1]
+                    self._slices.setdefault(name, []).append(encoded)
+                    grown += len(encoded)
         self._account.grow(grown)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[ShownToken], num_top: int
+    tokenizer: Tokenizer, num_top: int, tokens: Sequence[ShownToken]
 ) -> response_types.CompletionLogprobs:
     """Return the form of /v1/completions: four parallel lists.
 
@@ -195,53 +187,6 @@ def chat_logprobs(
             )
         )
     return response_types.ChatLogprobs(content=content, refusal=None)
-
-
-class CompletionLogprobsBuilder:
-    """Builds `completion_logprobs` from slices of the tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        self._tokenizer, self._num_top = tokenizer, num_top
-        self._lists: dict[str, Json] = {}
-
-    def add(self, tokens: Sequence[ShownToken]) -> int:
-        if not tokens:
-            return 0
-        grown = 0
-        lists = completion_logprobs(self._tokenizer, tokens, self._num_top)
-        for name, values in msgspec.structs.asdict(lists).items():
-            slices = self._lists.setdefault(name, [])
-            slices.append(msgspec.json.encode(values)[1:-1])
-            grown += len(slices[-1])
-        return grown
-
-    def pieces(self) -> Json:
-        if not self._lists:
-            return [msgspec.json.encode(completion_logprobs(self._tokenizer, [], self._num_top))]
-        pieces: Json = []
-        for name, slices in self._lists.items():
-            pieces += [b"," if pieces else b"{", msgspec.json.encode(name), b":"]
-            pieces += json_list([each] for each in slices)
-        return [*pieces, b"}"]
-
-
-class ChatLogprobsBuilder:
-    """Builds `chat_logprobs` from slices of the tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._slices: Json = []
-
-    def add(self, tokens: Sequence[ShownToken]) -> int:
-        content = chat_logprobs(self._tokenizer, tokens).content
-        if not content:
-            return 0
-        self._slices.append(msgspec.json.encode(content)[1:-1])
-        return len(self._slices[-1])
-
-    def pieces(self) -> Json:
-        content = json_list([each] for each in self._slices)
-        return [b'{"content":', *content, b',"refusal":null}']
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:

@@ -13,8 +13,7 @@ from starlette.types import Message, Scope
 
 from cluster.http.app import App
 from cluster.http.errors import error_body
-from cluster.http.request_context import CALLER, WATCH
-from cluster.http.request_log import REQUEST_ID
+from cluster.http.request_context import CALLER, REQUEST_ID, WATCH
 from cluster.http.response_types import ErrorDetail, ErrorResponse
 from cluster.http.spans import TraceHeaders
 from contracts.clock import monotonic_s

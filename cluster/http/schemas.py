@@ -467,15 +467,14 @@ class Structure(msgspec.Struct, frozen=True):
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked fields of a generation request.
 
-    `sampling.max_tokens` and `sampling.choices` are set per prompt. max_tokens: None if the request
-    does not set it. structure: what restricts the answer, not yet compiled.
+    `sampling.max_tokens`, `choices` and `grammar` are set per prompt. max_tokens: None if the
+    request does not set it. structure: what restricts the answer, not yet compiled.
     """
 
     sampling: Sampling
     max_tokens: int | None
     stops: tuple[str, ...]
     structure: Structure | None
-    choices: tuple[str, ...] | None
     n: int
     stream: bool
     include_usage: bool

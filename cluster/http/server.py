@@ -1,4 +1,4 @@
-"""The ingress's own HTTP server: uvicorn in the replica's event loop, behind our own listener.
+"""The ingress's own HTTP server: uvicorn's protocol in the replica's event loop.
 
 Through Serve's proxy each streamed chunk is an item of a Ray generator (0.5 to 0.8 ms); here it is
 a write to the client's socket. `protocol.py` bounds what a client may send and how slowly,
@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import random
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from cluster.http.connections import ConnectionTable, connection_limit
 from cluster.http.errors import TooManyConnectionsError
@@ -30,25 +32,28 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.front")
 
-START_TIMEOUT_S = 10.0
 BIND_TIMEOUT_S = 8.0  # a replaced replica may still be ending
 RETRY_AFTER_S = 1
 ACCEPTS_PER_TURN = 64  # then the event loop continues
 BACKLOG = 2048
 PAUSE_S = 0.5
-TLS_CHECK_TICKS = 100  # ten seconds between checks for a renewed certificate
+TICK_S = 0.1
+DATE_TICKS = 10
+TLS_CHECK_TICKS = 100  # between checks for a renewed certificate
+STOP_S = 2.0
+STOP_POLL_S = 0.01
 _UNASSIGNED_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below the ephemeral ones
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's server with our own listener, while its replica lives.
+class HttpServer:
+    """uvicorn's protocol behind our own listener, while its replica lives.
 
     Serve, not this server, runs the app's lifespan. shares_port: servers of other replicas listen
     on the same port.
     """
 
     def __init__(self, app: ASGIApp, http: HttpConfig, *, shares_port: bool = False) -> None:
-        settings = uvicorn.Config(
+        self.config = uvicorn.Config(
             app,
             http=HttpProtocol,
             ws="none",
@@ -56,18 +61,15 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             proxy_headers=False,  # client addresses are not used
-            server_header=False,
             root_path=http.root_path,
-            timeout_graceful_shutdown=2,
             ssl_certfile=http.tls_certificate,
             ssl_keyfile=http.tls_key,
         )
-        super().__init__(settings)
+        self.state = ServerState()
         self.http = http
         self._shares_port = shares_port
         self._tls_files = tls_files(http)
-        self._listening = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return once the port answers. Raises ResourceError if it stays in use."""
@@ -75,42 +77,45 @@ class HttpServer(uvicorn.Server):
         if http.api_keys and http.metrics_key is None and http.host not in LOOPBACK:
             hint = "/metrics, /load and /status need no key; set http.metrics_key"
             event(log, "metrics_unauthenticated", logging.WARNING, host=http.host, hint=hint)
-        self._socket = await _bind_with_retry(http.host, http.port, self._shares_port)
-        self.port: int = self._socket.getsockname()[1]
-        self._task = asyncio.create_task(self.serve())
-        started = asyncio.create_task(self._listening.wait())
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-        if self._task.done():
-            self._task.result()
+        listening = await _bind_with_retry(http.host, http.port, self._shares_port)
+        self.port: int = listening.getsockname()[1]
+        self.config.load()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = connection_limit(http.max_connections, descriptors)
+        self.connections = ConnectionTable(limit, http, asyncio.get_running_loop().time)
+        self._ticking = asyncio.create_task(self._tick_regularly())
+        await asyncio.sleep(0)  # the first tick sets the date
+        self._listener = HttpListener(self, listening)
 
     def check(self) -> None:
-        """Raise the error that stopped the server, if it stopped by itself."""
-        if self._task is not None and self._task.done():
-            self._task.result()
-            raise ResourceError(f"the HTTP front on port {self.port} has ended")
+        """Raise the error that ended the ticks, if there is one."""
+        if self._ticking is not None and self._ticking.done():
+            self._ticking.result()
 
     async def close(self) -> None:
-        """Stop the server. Requests at work have 2 s."""
-        if self._task is not None:
-            self.should_exit = True
-            await self._task
+        """Stop the server. Requests at work have STOP_S."""
+        if self._ticking is None:
+            return
+        self._listener.close()
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self.state.connections or self.state.tasks:
+                    await asyncio.sleep(STOP_POLL_S)
+        for task in (*self.state.tasks, self._ticking):
+            task.cancel()
+        self._ticking = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = connection_limit(self.http.max_connections, descriptors)
-        self.connections = ConnectionTable(limit, self.http, asyncio.get_running_loop().time)
-        self.servers = [HttpListener(self, self._socket)]  # type: ignore[list-item]
-        self.started = True
-        self._listening.set()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Sweep the connections. Called ten times a second."""
-        self.connections.sweep()
-        if counter % TLS_CHECK_TICKS == 0 and self.config.ssl is not None:
-            await asyncio.to_thread(self._reload_certificate, self.config.ssl)
-        return await super().on_tick(counter)
+    async def _tick_regularly(self) -> None:
+        """Sweep the connections. Renew the answers' date and the certificate."""
+        for tick in itertools.count():
+            if tick % DATE_TICKS == 0:
+                self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            self.connections.sweep()
+            if tick % TLS_CHECK_TICKS == 0 and self.config.ssl is not None:
+                await asyncio.to_thread(self._reload_certificate, self.config.ssl)
+            await asyncio.sleep(TICK_S)
 
     def _reload_certificate(self, context: ssl.SSLContext) -> None:
         """Use renewed TLS files for new connections. Files that cannot be used change nothing."""
@@ -125,10 +130,6 @@ class HttpServer(uvicorn.Server):
             event(log, "certificate_rejected", logging.ERROR, reason=f"{error}; the old one stays")
         else:
             event(log, "certificate_reloaded", path=http.tls_certificate)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the process handles signals
 
 
 def check_public(http: HttpConfig) -> None:
@@ -219,14 +220,13 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class HttpListener:
-    """Accepts the connections of one socket. Has the interface that uvicorn expects of a server.
+    """Accepts the connections of one socket.
 
     The event loop's own server admits all clients, does not count them before the TLS handshake
     ends, and without free descriptors spins (asyncio) or silently drops clients (uvloop).
     """
 
     def __init__(self, server: HttpServer, listening: socket.socket) -> None:
-        self.sockets = (listening,)
         self._server, self._listening = server, listening
         self._connections = server.connections
         self._tls = server.config.ssl
@@ -237,15 +237,10 @@ class HttpListener:
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        if self._listening.fileno() < 0:
-            return
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listening.fileno())
         self._listening.close()
-
-    async def wait_closed(self) -> None:
-        """Return at once: `close` leaves nothing open."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
@@ -280,7 +275,7 @@ class HttpListener:
     def _admit(self, sock: socket.socket, address: str) -> None:
         server = self._server
         protocol = HttpProtocol(
-            server.config, server.server_state, self._connections, server.http, address
+            server.config, server.state, self._connections, server.http, address
         )
         if not self._connections.admit(protocol):
             with contextlib.suppress(OSError):

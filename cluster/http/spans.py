@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from cluster.http.request_log import REQUEST_ID
 from cluster.routing.ticket import TIMINGS, SequenceTiming
 from contracts.clock import monotonic_s
 from contracts.config import FROM_ENVIRONMENT, TRACES_PATH, TandemConfig
@@ -92,14 +91,14 @@ class RequestTracer:
         self._model = model
 
     @contextmanager
-    def request(self, scope: Scope, path: str) -> Iterator[RequestTrace | None]:
+    def request(self, scope: Scope, path: str, request_id: str) -> Iterator[RequestTrace | None]:
         """Open the span of a request. None: the trace is not sampled."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
-            "tandem.request_id": scope["state"].get(REQUEST_ID, ""),
+            "tandem.request_id": request_id,
         }
         if path in _OPERATIONS:
             attributes["gen_ai.operation.name"] = _OPERATIONS[path]

@@ -11,7 +11,7 @@ the result does not depend on how the tokens were batched.
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import TypeVar
@@ -211,8 +211,7 @@ class TokenizerPool:
     thread of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, threads: int) -> None:
         self._pools = {
             Priority.LS: ThreadPoolExecutor(threads, thread_name_prefix="tokenizing"),
             Priority.BE: ThreadPoolExecutor(1, thread_name_prefix="tokenizing-be"),
@@ -243,23 +242,6 @@ class TokenizerPool:
             if found:
                 return found[0]
             charge(tokens)
-
-    async def encode(
-        self,
-        texts: Iterable[str],
-        charge: Charge,
-        *,
-        param: str,
-        characters: int,
-        max_tokens: int | None = None,
-        add_special_tokens: bool = True,
-        priority: Priority = Priority.LS,
-    ) -> list[list[int]]:
-        """Run `Tokenizer.encode_steps`. characters: of all texts."""
-        steps = self.tokenizer.encode_steps(
-            texts, param=param, max_tokens=max_tokens, add_special_tokens=add_special_tokens
-        )
-        return await self.run(steps, characters, charge, priority)
 
 
 async def decode_text(

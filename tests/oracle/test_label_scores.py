@@ -6,8 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row
-from cluster.classification.label_trie import label_trie
+from cluster.classification.classify import ClassifyTask, LabelTrie, TokenizedRow, classify_row
 from contracts.messages import Scored, Submit
 from tests.support.group_harness import PrefillThreads, RankConnection, group_config
 from tests.support.tiny_models import Checkpoints
@@ -50,7 +49,7 @@ def test_labels_with_shared_tokens_match_teacher_forcing(
     config = group_config(prefill={"disable_kv_cache": disable_kv_cache})
     with PrefillThreads(folder, config) as group, group.client() as client:
         scorer = Direct(client)
-        result = asyncio.run(classify_row(scorer, task, TokenizedRow(PROMPT, label_trie(LABELS))))
+        result = asyncio.run(classify_row(scorer, task, TokenizedRow(PROMPT, LabelTrie(LABELS))))
     torch.testing.assert_close(torch.tensor(result.probs), expected, atol=1e-5, rtol=0)
     assert scorer.num_requests == 5, "chains are one pass: 5 6 7, and 5 9 10 11"
     if not disable_kv_cache:

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.classification.label_trie import LabelPass, LabelTrie, Path
+from cluster.classification.classify import LabelPass, LabelTrie
 from contracts.token_trie import ChoiceMatcher
 
 EOS = 9
 BYTES_PER_TOKEN = 512
+Path = tuple[int, ...]
 tokens = st.integers(0, 2)
 choice_lists = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=5)
 

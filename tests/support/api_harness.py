@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -139,6 +140,11 @@ class Api:
         client = self.backend.clients[0]
         self.loop.run(client.wait_until(lambda _: condition()))
 
+    def connect(self) -> socket.socket:
+        """Return a connection without a client's protocol."""
+        port = int(self.url.rpartition(":")[2])
+        return socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
+
     async def send(self, request: httpx.Request) -> httpx.Response:
         """Send a request from the loop, so that it can keep waiting."""
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
@@ -159,6 +165,13 @@ class Api:
 
     def post(self, path: str, **body: object) -> httpx.Response:
         return self.http.post(path, json={"model": MODEL, **body})
+
+    def chunks(self, path: str, **body: object) -> list[dict[str, Any]]:
+        """Return the events of a streamed answer."""
+        response = self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+        return [msgspec.json.decode(line) for line in lines]
 
     def close(self) -> None:
         self.http.close()

@@ -11,7 +11,6 @@ from cluster.classification.classify import (
     ClassifyTask,
     Scorer,
     TokenizedRow,
-    add_usage,
     classify_row,
     label_tasks,
     map_bounded,
@@ -22,6 +21,7 @@ from cluster.tools.bulk.job import BulkJob
 from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection, RowRequest
 from contracts.clock import monotonic_s
 from contracts.errors import RequestError, TandemError
+from contracts.requests import add_usage
 from models.text.tokenizer import Tokenizer
 
 

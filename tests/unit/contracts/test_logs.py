@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from cluster.http.request_log import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
+from cluster.http.request_context import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
 from cluster.serving.log_folder import LOCK, keep_ray_logs, log_folder
 from contracts.config import LogConfig
 from contracts.errors import ConfigError

@@ -1,25 +1,25 @@
 """Costly requests are rejected before anything is built. Tests watch the process's memory."""
 
 import asyncio
-import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from cluster.http.cost import MemoryBudget
 from cluster.http.text import TokenizerPool
-from contracts.config import HttpConfig, LimitsConfig
+from contracts.config import LimitsConfig
 from models.text.chat_template import EncodingSteps
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.api_harness import CONTEXT_TOKENS, TIMEOUT_S, Api, refused, serve_api
 from tests.support.async_tests import run_async
 from tests.support.fake_rank import FakeRank
+from tests.support.front_harness import post
+from tests.support.waiting import wait_until
 
 PEAK_BYTES = 24 << 20
 
@@ -67,8 +67,7 @@ def test_query_is_counted_with_each_item(api: Api) -> None:
 
 
 def test_total_prompt_tokens_are_bounded(api: Api) -> None:
-    folder_limits = LimitsConfig(pass_tokens=10_000)
-    with limited(api, folder_limits) as small:
+    with serve_api(api.folder, config=LimitsConfig(pass_tokens=10_000)) as small:
         ids = small.post("/v1/score", query=[5] * 200, items=[[6]] * 100, label_token_ids=[1])
         refused(ids, 413, "items", "20100", "limits.pass_tokens")
         text = small.post("/v1/score", query="a b " * 40, items=["y"] * 200, label_token_ids=[1])
@@ -101,7 +100,7 @@ def test_long_label_in_every_row_is_rejected_by_answer_size(api: Api) -> None:
     template = "{text}{options}"
     response = api.post("/v1/classify", input=["t"] * 4096, labels=labels, template=template)
     refused(response, 413, "template", "context")
-    with limited(api, LimitsConfig(answer_bytes=100_000)) as small:
+    with serve_api(api.folder, config=LimitsConfig(answer_bytes=100_000)) as small:
         response = small.post("/v1/classify", input=["t"] * 1000, labels=["a" * 200, "b"])
         refused(response, 413, "labels", "248000", "limits.answer_bytes")
         response = small.post(
@@ -111,7 +110,7 @@ def test_long_label_in_every_row_is_rejected_by_answer_size(api: Api) -> None:
 
 
 def test_total_label_tokens_are_bounded(api: Api) -> None:
-    with limited(api, LimitsConfig(label_tokens=100)) as small:
+    with serve_api(api.folder, config=LimitsConfig(label_tokens=100)) as small:
         by_characters = small.post("/v1/classify", input="t", labels=["a" * 50_000, "b"])
         refused(by_characters, 413, "labels", "limits.label_tokens")
         by_tokens = small.post(
@@ -133,19 +132,15 @@ def test_too_long_conversation_is_rejected_while_rendering(api: Api) -> None:
 
 
 def test_default_max_tokens_is_reduced_to_limits(api: Api) -> None:
-    with limited(api, LimitsConfig(pass_tokens=4_000, answer_bytes=10_000)) as small:
+    with serve_api(
+        api.folder, config=LimitsConfig(pass_tokens=4_000, answer_bytes=10_000)
+    ) as small:
         chat = [{"role": "user", "content": "a"}]
         assert small.post("/v1/chat/completions", messages=chat).status_code == 200
         assert small.post("/v1/chat/completions", messages=chat, n=50).status_code == 200
         small.rank.submits.get(timeout=5)
         logprobs = {"logprobs": True, "top_logprobs": 20}
         assert small.post("/v1/chat/completions", messages=chat, **logprobs).status_code == 200
-
-
-@contextmanager
-def limited(api: Api, limits: LimitsConfig, http: HttpConfig | None = None) -> Iterator[Api]:
-    with serve_api(api.folder, None, http, config=limits) as small:
-        yield small
 
 
 def test_default_chat_max_tokens_is_reduced_to_kv_pool(api: Api) -> None:
@@ -174,19 +169,12 @@ def small(folder: Path) -> Iterator[Api]:
 
 
 def budget_of(small: Api) -> MemoryBudget:
-    budget: MemoryBudget = small.app.state.memory_budget
-    return budget
+    return small.app.app_state.memory_budget
 
 
 def settled(small: Api) -> None:
     """Wait until nothing is held, or fail."""
-
-    async def wait() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while budget_of(small).held_bytes:
-                await asyncio.sleep(0.01)
-
-    small.loop.run(wait())
+    wait_until(lambda: not budget_of(small).held_bytes, "memory is held", TIMEOUT_S, 0.01)
 
 
 ENDINGS: list[tuple[str, dict[str, Any], int]] = [
@@ -208,27 +196,13 @@ def test_memory_is_released_after_response(
     settled(small)
 
 
-def connected(small: Api, body: bytes, declared: int) -> socket.socket:
-    address = urlsplit(small.url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S)
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {declared}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + body)
-    return connection
-
-
 def test_growing_bodies_are_charged_and_others_get_429(small: Api) -> None:
     part = b'{"model": "tiny", "user": "' + b"x" * 400_000
-    hogs = [connected(small, part, 500_000) for _ in range(2)]
-
-    async def read() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while budget_of(small).held_bytes < 2 * len(part):
-                await asyncio.sleep(0.01)
-
-    small.loop.run(read())
+    hogs = [small.connect() for _ in range(2)]
+    for hog in hogs:
+        hog.sendall(post("/v1/completions", part, length=500_000))
+    read_bytes = 2 * len(part)
+    wait_until(lambda: budget_of(small).held_bytes >= read_bytes, "not read", TIMEOUT_S, 0.01)
     refused = small.post("/v1/completions", prompt="a", user="x" * 300_000)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
@@ -251,7 +225,7 @@ def test_disconnected_client_releases_memory(small: Api) -> None:
 
 @run_async
 async def test_thread_work_stops_after_cancellation(folder: Path) -> None:
-    tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
+    tokenizer_pool = TokenizerPool(1)
     at_work, go_on = threading.Event(), threading.Event()
     steps_taken = 0
 
@@ -271,13 +245,14 @@ async def test_thread_work_stops_after_cancellation(folder: Path) -> None:
     await asyncio.gather(work, return_exceptions=True)
     go_on.set()
     text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is shared
-    await tokenizer_pool.encode([text], lambda _: None, param="x", characters=len(text))
+    steps = Tokenizer.load(folder).encode_steps([text], param="x")
+    await tokenizer_pool.run(steps, len(text), lambda _: None)
     assert steps_taken == 1
 
 
 @run_async
-async def test_long_tokenization_does_not_block_others(folder: Path) -> None:
-    tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
+async def test_long_tokenization_does_not_block_others() -> None:
+    tokenizer_pool = TokenizerPool(1)
     order: list[str] = []
 
     def steps(name: str, count: int) -> EncodingSteps[None]:

@@ -1,7 +1,6 @@
 """Failing ranks, disconnecting clients and full queues yield named errors, never a hang."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +19,7 @@ from contracts.messages import Submit
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
+from tests.support.front_harness import post
 
 Serve = Callable[..., AbstractContextManager[Api]]
 REPLY = [60, 61, 62, 63, 64]
@@ -55,9 +55,8 @@ def test_disconnect_cancels_all_passes_of_classification(api: Api, rank: FakeRan
 def test_disconnect_cancels_request_with_pipelined_requests(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 0
     body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2]))) as line:
-        line.sendall(2 * (head.encode() + body))
+    with api.connect() as line:
+        line.sendall(2 * post("/v1/completions", body))
         rank.submits.get(timeout=5)
     assert rank.cancels.get(timeout=5) == 1
 
@@ -101,7 +100,7 @@ def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptu
     assert "of-the-bug" in record.getMessage()
     assert "ZeroDivisionError" in record.getMessage()
     assert "test_failures.py" in LineFormatter(has_traces=True).format(record)
-    assert api.app.state.memory_budget.held_bytes == 0
+    assert api.app.app_state.memory_budget.held_bytes == 0
 
 
 def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, Any]) -> None:
@@ -162,7 +161,7 @@ def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank
 @pytest.mark.parametrize("hold_after", [0, 2])
 def test_request_over_timeout_gets_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
     rank.hold_after = hold_after
-    with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
+    with serve_api(folder, [rank], HttpConfig(request_timeout_s=0.5)) as api:
         response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
         assert refused(response, 504, None)["code"] == "timeout"
         assert rank.cancels.get(timeout=5) == 1

@@ -1,6 +1,5 @@
 """The unmodified `openai` client against the API and a fake rank."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,11 +88,9 @@ def test_bodies_of_load_generators_are_accepted(
     prompt = {"prompt": "Hi"} if path == "completions" else {"messages": CHAT}
     options = {"include_usage": True, "continuous_usage_stats": True}
     limit = {} if "max_completion_tokens" in fields else {"max_tokens": 4}
-    body = {"stream": True, "stream_options": options, **prompt, **limit, **fields}
-    response = api.post(f"/v1/{path}", **body)
-    assert response.status_code == 200, response.text
-    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
-    counts = [json.loads(line)["usage"]["completion_tokens"] for line in lines]
+    body = {"stream_options": options, **prompt, **limit, **fields}
+    events = api.chunks(f"/v1/{path}", **body)
+    counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == 4
 

@@ -1,13 +1,13 @@
 """Sampling fields over HTTP, with a real rank and a tiny model."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from httpx import Response
 
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import MODEL, Api, RunningRank, serve_api
+from tests.support.api_harness import Api, RunningRank, refused, serve_api
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.tiny_models import Checkpoints
@@ -40,25 +40,13 @@ def api(
             yield api
 
 
+def post(api: Api, path: str = "/v1/completions", **fields: Any) -> Response:
+    body = {"messages": CHAT} if "chat" in path else {"prompt": PROMPT, "max_tokens": 12}
+    return api.post(path, **{**body, **fields})
+
+
 def completion(api: Api, **fields: Any) -> dict[str, Any]:
-    response = api.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 12, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def refused(api: Api, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 12} if path.endswith("/completions") else {}
-    if path == "/v1/chat/completions":
-        body = {"messages": CHAT}
-    response = api.post(path, **{**body, **fields})
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
-    return error
-
-
-def chat(api: Api, **fields: Any) -> dict[str, Any]:
-    response = api.post("/v1/chat/completions", **{"messages": CHAT, **fields})
+    response = post(api, **fields)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -68,19 +56,13 @@ def streamed(api: Api, path: str, **fields: Any) -> tuple[dict[int, str], dict[i
     """Return texts and finish reasons by choice."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
-    with api.http.stream("POST", path, json={"model": MODEL, "stream": True, **fields}) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            data = line.removeprefix("data: ")
-            if not line or data == "[DONE]":
-                continue
-            event = json.loads(data)
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-                texts[choice["index"]] = texts.get(choice["index"], "") + piece
-                if choice["finish_reason"]:
-                    reasons[choice["index"]] = choice["finish_reason"]
+    for event in api.chunks(path, **fields):
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + piece
+            if choice["finish_reason"]:
+                reasons[choice["index"]] = choice["finish_reason"]
     return texts, reasons
 
 
@@ -114,10 +96,10 @@ def test_default_max_tokens_fits_longest_choice(api: Api, choices: list[str]) ->
 
 def test_guided_chat_is_one_of_choices_streamed_or_not(api: Api) -> None:
     if not has_template(api):
-        assert refused(api, "/v1/chat/completions", guided_choice=CHOICES)["param"] == "messages"
+        refused(post(api, "/v1/chat/completions", guided_choice=CHOICES), 400, "messages")
         return
     fields = {"guided_choice": CHOICES, "n": 8, "seed": 1, "temperature": 1.3}
-    answer = chat(api, **fields)
+    answer = post(api, "/v1/chat/completions", **fields).json()
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     assert set(texts) <= set(CHOICES)
     seen, reasons = streamed(api, "/v1/chat/completions", messages=CHAT, **fields)
@@ -126,14 +108,12 @@ def test_guided_chat_is_one_of_choices_streamed_or_not(api: Api) -> None:
 
 
 def has_template(api: Api) -> bool:
-    return api.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
+    return post(api, "/v1/chat/completions", max_tokens=1).status_code == 200
 
 
 def test_choice_over_max_tokens_is_rejected_with_both_numbers(api: Api) -> None:
-    error = refused(api, guided_choice=["yes", "maybe neutral positive"], max_tokens=2)
-    assert error["param"] == "max_tokens"
-    assert "max_tokens=2" in error["message"]
-    assert "longest choice" in error["message"]
+    response = post(api, guided_choice=["yes", "maybe neutral positive"], max_tokens=2)
+    refused(response, 400, "max_tokens", "max_tokens=2", "longest choice")
 
 
 BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
@@ -154,16 +134,15 @@ BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), BAD_CHOICES)
 def test_invalid_choices_are_rejected(api: Api, fields: dict[str, Any], param: str) -> None:
-    error = refused(api, **{"max_tokens": 200, **fields})
-    assert error["param"] == (param or "guided_choice")
+    response = post(api, **{"max_tokens": 200, **fields})
+    refused(response, 400, param or "guided_choice")
 
 
 def test_choice_containing_end_token_is_rejected(api: Api) -> None:
     eos = api.tokenizer.decode(api.eos, skip_special_tokens=False)
-    assert refused(api, guided_choice=[f"yes{eos}"])["param"] == "guided_choice"
+    refused(post(api, guided_choice=[f"yes{eos}"]), 400, "guided_choice")
     ids = api.tokenizer.encode("yes", add_special_tokens=False)
-    error = refused(api, guided_choice=["yes", "no"], stop_token_ids=ids)
-    assert error["param"] == "guided_choice"
+    refused(post(api, guided_choice=["yes", "no"], stop_token_ids=ids), 400, "guided_choice")
 
 
 # --- vLLM's fields

@@ -126,12 +126,11 @@ def test_half_closed_client_gets_its_answer_and_closed_one_is_noticed(front: Fro
 
 
 def test_incomplete_body_gets_408_naming_limit(folder: Path) -> None:
-    with serve_api(folder, None, HttpConfig(body_timeout_s=SHORT_S)) as api:
-        port = int(api.url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as line:
-            line.sendall(post("/v1/completions", b"{", length=100))
-            answer = read_answer(line)
-            assert answer.status == 408
-            assert answer.error["code"] == "request_timeout"
-            assert "0.3 s (http.body_timeout_s)" in answer.error["message"]
-            assert is_ended(line)
+    http = HttpConfig(body_timeout_s=SHORT_S)
+    with serve_api(folder, None, http) as api, api.connect() as line:
+        line.sendall(post("/v1/completions", b"{", length=100))
+        answer = read_answer(line)
+        assert answer.status == 408
+        assert answer.error["code"] == "request_timeout"
+        assert "0.3 s (http.body_timeout_s)" in answer.error["message"]
+        assert is_ended(line)

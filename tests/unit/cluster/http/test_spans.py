@@ -187,11 +187,15 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("state", ["works", "hangs", "absent"])
-def test_collector_receives_spans_and_costs_no_request(folder: Path, state: str) -> None:
+def test_collector_receives_spans_and_costs_no_request(
+    folder: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     collector = Collector(hangs=state == "hangs")
     port = collector.server_port
+    if state != "works":
+        monkeypatch.setattr("cluster.http.spans.CLOSE_TIMEOUT_S", 0.1)
     if state == "absent":
         collector.shutdown()
         collector.server_close()

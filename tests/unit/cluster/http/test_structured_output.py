@@ -154,12 +154,9 @@ def _whole_calls(api: Api, body: dict[str, Any]) -> list[Calls]:
 
 
 def _streamed_calls(api: Api, body: dict[str, Any]) -> list[Calls]:
-    response = api.post("/v1/chat/completions", stream=True, **body)
     found: list[Calls] = [([], "")] * body["n"]
-    for line in response.text.split("\n"):
-        if not line.startswith("data: {"):
-            continue
-        (choice,) = json.loads(line[6:])["choices"]
+    for event in api.chunks("/v1/chat/completions", **body):
+        (choice,) = event["choices"]
         calls, reason = found[choice["index"]]
         calls = [*calls]
         for call in choice["delta"].get("tool_calls", []):

@@ -149,12 +149,11 @@ def test_half_surrogate_is_rejected_and_long_texts_have_same_ids_in_thread(
     with pytest.raises(RequestError):
         tokenizer.encode("a\ud800b")
     text = "The quick brown fox. " * (THREAD_ABOVE_CHARACTERS // 10)
-    threads = TokenizerPool(tokenizer, 1)
     made: list[int] = []
     texts = [text, "short", text]
-    assert asyncio.run(
-        threads.encode(texts, made.append, param="x", characters=10**6)
-    ) == tokenizer.encode_many(texts)
+    steps = tokenizer.encode_steps(texts, param="x")
+    in_thread = asyncio.run(TokenizerPool(1).run(steps, 10**6, made.append))
+    assert in_thread == tokenizer.encode_many(texts)
     assert sum(made) == sum(map(len, tokenizer.encode_many(texts)))
 
 
