@@ -27,11 +27,16 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.device_dispatch import empty_slice
-from actors.moe.dispatch import DispatchCounts, RankSlice
+from actors.moe.dispatch import (
+    DispatchCounts,
+    PacketPlanner,
+    Piece,
+    RankSlice,
+    empty_slice,
+    send_slice,
+)
 from actors.moe.expert_server import merge
 from actors.moe.rank_experts import DevicePairs
-from actors.moe.remote_pending import PacketPlanner, Piece, send_slice
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError

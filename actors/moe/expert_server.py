@@ -31,8 +31,8 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
-from actors.moe.device_dispatch import PACKET_PARTS
 from actors.moe.direct_calls import CallServer, ServedCall
+from actors.moe.dispatch import PACKET_PARTS
 from actors.moe.rank_experts import DevicePairs, MergedPairs, RankExperts
 from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock

@@ -33,7 +33,7 @@ class MergedPairs(NamedTuple):
 
 
 class DevicePairs(NamedTuple):
-    """Packets of a device, one after the other (actors/moe/device_dispatch.py)."""
+    """Packets of a device, one after the other (actors/moe/dispatch.py)."""
 
     x_CD: Tensor
     pairs_CM: Tensor

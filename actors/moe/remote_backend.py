@@ -1,13 +1,15 @@
 """Experts on expert ranks: rows leave in A2E packets, answers (E2A) are added to the residual.
 
-Packets are written directly into the channel's memory; rows are not copied in between.
+Packets are written directly into the channel's memory; rows are not copied in between. After a loss
+the slices of the lost rank are cut again for the ranks that hold its experts. Pairs keep their
+weights and tokens, and slices with a reply are not sent again.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,9 +28,8 @@ from actors.channels.base import (
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
 from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
-from actors.moe.dispatch import DispatchCounts
+from actors.moe.dispatch import DispatchCounts, PacketPlanner, Piece, send_slice
 from actors.moe.prefetcher import ExpertPrefetcher
-from actors.moe.remote_pending import PacketPlanner, Piece, RemotePending, send_slice
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -44,9 +45,90 @@ from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
+from planner.placement.slots import LayerSlots
 from planner.schedule.batch_plan import token_group_bounds
 
-log = logging.getLogger("tandem.experts")
+Reply = tuple[int, int]  # token group, expert rank
+
+
+@dataclass(slots=True, eq=False)
+class RemotePending:
+    """Handle of one dispatched layer.
+
+    x_TD: source of rows that are sent again. placed, used: the placement of the slices and its
+    generation. present: the base generation, for `end_layer`. sent_s: time of the last send.
+    """
+
+    key: TaskKey
+    x_TD: Tensor
+    slices: Sequence[Piece]
+    placed: LayerSlots
+    used: int
+    present: int
+    missing: int = field(init=False)
+    sent_s: float = 0.0
+    replies: dict[Reply, Packet] = field(default_factory=dict)
+    _held: set[Reply] | None = None  # slices that cannot be sent yet
+    _resent: dict[Reply, tuple[LayerSlots, int]] | None = None  # placement of resent ones
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.slices)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def waits(self) -> bool:
+        """True if a slice cannot be sent yet."""
+        return bool(self._held)
+
+    @property
+    def in_use(self) -> set[int]:
+        """Generations whose replies may still arrive."""
+        again = () if self._resent is None else self._resent.values()
+        return {self.used, *(used for _, used in again)}
+
+    def under_way(self) -> Iterable[Piece]:
+        """Yield the slices that were sent and have no reply."""
+        for piece in self.slices:
+            reply = piece.token_group, piece.rank
+            if reply not in self.replies and not (self._held and reply in self._held):
+                yield piece
+
+    def hold(self, piece: Piece) -> None:
+        if self._held is None:
+            self._held = set()
+        self._held.add((piece.token_group, piece.rank))
+
+    def lose(self, rank: int) -> None:
+        """Hold the slices of a lost rank that have no reply."""
+        for piece in list(self.under_way()):
+            if piece.rank == rank:
+                self.hold(piece)
+
+    def cut(self, placed: LayerSlots, used: int) -> list[Piece]:
+        """Cut the held slices by the placement of generation `used`; return those to send."""
+        held, self._held = self._held or set(), None
+        again = self._resent = self._resent or {}
+        slices: list[Piece] = []
+        found: list[Piece] = []
+        group = 1 + max(piece.token_group for piece in self.slices)
+        for piece in self.slices:
+            reply = piece.token_group, piece.rank
+            if reply not in held:
+                slices.append(piece)
+                continue
+            before, generation = again.pop(reply, (self.placed, self.used))
+            same = generation == used
+            pieces = [piece] if same else piece.recut(before, placed, group)
+            group += len(pieces)
+            again.update({(one.token_group, one.rank): (placed, used) for one in pieces})
+            slices += pieces
+            found += pieces
+        self.missing += len(slices) - len(self.slices)
+        self.slices = slices
+        return found
 
 
 class RemoteBackend(ExpertBackend[RemotePending]):
