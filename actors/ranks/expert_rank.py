@@ -13,10 +13,9 @@ import torch
 
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
-from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
+from actors.moe.rank_experts import CachedExperts, DeviceCachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import device_cache, expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import ExpertRecorder

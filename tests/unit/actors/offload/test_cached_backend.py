@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe.backend import TaskKey
-from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.expert_server import merge
 from actors.moe.prefetcher import ExpertPrefetcher
-from actors.moe.rank_experts import DevicePairs
+from actors.moe.rank_experts import DeviceCachedExperts, DevicePairs
 from actors.offload.device_backend import CachedBackend, CachedPending, DeviceBackend, DevicePending
 from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
