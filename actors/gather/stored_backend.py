@@ -50,6 +50,7 @@ class StoredBackend(ExpertBackend[StoredPending]):
         self._name = name
         self._half = half
         self._store = store
+        self.yields = not store.is_streamed
         self._timeline = timeline
         self._clock = clock
         experts = half.spec.num_experts
@@ -91,11 +92,6 @@ class StoredBackend(ExpertBackend[StoredPending]):
         arrived = self._store.wait_ready(first.key.layer, timeout_s)
         self._note_exposed(first, start_s)
         return arrived
-
-    @property
-    def yields(self) -> bool:
-        """True if the layers stay resident, so that others may run between steps."""
-        return not self._store.is_streamed
 
     @property
     def copy_s(self) -> float:

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from actors.channels.base import Header, TensorSpec
 from actors.channels.endpoint import Endpoint
-from actors.moe.backend import TaskKey
-from actors.moe.routing_sample import MicroBatchId, RoutingSample
+from actors.moe.backend import MicroBatchId, TaskKey
+from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from contracts.clock import Clock

@@ -26,10 +26,16 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
-from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
+from actors.moe.backend import (
+    ExpertBackend,
+    ExpertPrefetcher,
+    MicroBatchId,
+    TaskKey,
+    Topology,
+    TopologySource,
+)
 from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
 from actors.moe.dispatch import DispatchCounts, PacketPlanner, Piece, send_slice
-from actors.moe.prefetcher import ExpertPrefetcher
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
@@ -172,7 +178,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._packets = PacketPlanner(self._counts, sample, clock)
         self._decoder: RemoteLayerDecoder | None = None
         self._use(source.topology)
-        self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+        self._pending: dict[MicroBatchId, RemotePending] = {}
         self._prefetcher = ExpertPrefetcher(predictor, self._hint)
 
     def _use(self, topology: Topology) -> None:

@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.prefetcher import ExpertPrefetcher, PendingPrediction
+from actors.moe.backend import ExpertBackend, ExpertPrefetcher, PendingPrediction, TaskKey
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from actors.channels.base import Header, Packet, PacketKind
-from actors.moe.backend import TaskKey
+from actors.moe.backend import ExpertPrefetcher, TaskKey
 from actors.moe.expert_server import merge
-from actors.moe.prefetcher import ExpertPrefetcher
 from actors.moe.rank_experts import DeviceCachedExperts, DevicePairs
 from actors.offload.device_backend import CachedBackend, CachedPending, DeviceBackend, DevicePending
 from actors.offload.file_tier import FileTier, open_expert_file
