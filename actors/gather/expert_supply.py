@@ -15,7 +15,7 @@ from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.shared_cache import GroupHalf
 from actors.gather.shuffled import BatchFacts, GroupParts, ShuffledBackend
 from actors.gather.stored_backend import StoredBackend
-from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
+from actors.gather.weight_shard import Shard
 from actors.moe.backend import ExpertBackend
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
 from actors.offload.device_backend import CachedBackend, DeviceBackend
@@ -83,8 +83,7 @@ def expert_supply(
     if kind == "shuffled":
         return _shuffled(spec, layout, timeline, facts)
     host = host_source(spec, layout) if kind == "hybrid" else None
-    store, supply = _gathered(spec, layout, timeline, host)
-    return supply._replace(backend=_stored(spec, store, timeline).backend)
+    return _gathered(spec, layout, timeline, host)[1]
 
 
 def cached_supply(
@@ -129,7 +128,7 @@ def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSup
 
 
 def _gathered(
-    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: PartSource | None
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: HostSource | None
 ) -> tuple[ExpertStore, ExpertSupply]:
     """Gathered and hybrid mode.
 
@@ -139,14 +138,10 @@ def _gathered(
     model = layout.spec
     check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
-    part = own_part(spec, layout)
-    shard: Shard
-    if host is None:
-        host = CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
-        shard = ResidentShard(layers, part, host)
-    else:
-        shard = WindowedShard(layers, part, host, spec.config.prefill.shard_prefetch_layers)
-    source = PeerSource(spec, part, shard, host)
+    window = None if host is None else spec.config.prefill.shard_prefetch_layers
+    host = host or CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
+    shard = Shard(layers, own_part(spec, layout), host, window)
+    source = PeerSource(spec, shard, host)
     address = source.listen(spec.host)
     store = copying_store(spec, layout, source, Stage.GATHER, timeline)
 

@@ -35,7 +35,7 @@ from actors.channels.local_process import is_hung
 from actors.gather.nccl_exchange import NcclExchange
 from actors.gather.weight_link import Segment, Terms, WeightLink, digest, join
 from actors.gather.weight_server import WeightServer
-from actors.gather.weight_shard import ExpertRange, PartSource, Shard
+from actors.gather.weight_shard import ExpertRange, Shard
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import (
@@ -49,6 +49,7 @@ from contracts.logs import event
 from contracts.ranks import Group, RankSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import HostSource
 from planner.placement.slots import expert_ranges
 
 REDIAL_S = 5.0
@@ -219,20 +220,18 @@ def _is_far(host: str) -> bool:
 class PeerSource:
     """An ExpertSource over peers. fallbacks: parts that did not come from their peer."""
 
-    def __init__(
-        self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource
-    ) -> None:
-        """part: as `own_part` returns, held by `shard`."""
+    def __init__(self, spec: RankSpec, shard: Shard, fallback: HostSource) -> None:
+        """shard: of the experts that `own_part` returns."""
         self.name = spec.name
         self._spec, self._config = spec, spec.config.channel
         self.shard = shard
         self.address = ""
-        self._part, self._fallback = part, fallback
+        self._fallback = fallback
         self._bounds = {
             rank_name(Group.PREFILL, rank): bounds
             for rank, bounds in enumerate(expert_ranges(spec.placement))
         }
-        layout = part.layout
+        layout = shard.part.layout
         model_digest = digest(layout.spec, str(layout.dtype))
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
         self._terms = Terms(
@@ -240,14 +239,12 @@ class PeerSource:
             model_digest,
             layout.digest,
             spec.placement.digest,
-            shard.slots.payload_bytes,
-            b"" if shard.slots.segment is None else shard.slots.segment.handle,
+            shard.payload_bytes,
+            b"" if shard.segment is None else shard.segment.handle,
         )
         exchange = self._exchange = self._nccl_exchange()
         connect = None if exchange is None else partial(exchange.connect, serves=False)
-        self._server = WeightServer(
-            self._me, self._terms, shard, part.num_bytes, self._config, exchange
-        )
+        self._server = WeightServer(self._me, self._terms, shard, self._config, exchange)
         self._dialer = PeerDialer(self._me, self._terms, self._config, connect)
         self._links: dict[str, WeightLink] = {}
         self._lost: dict[str, str] = {}  # peer -> reason
@@ -260,7 +257,7 @@ class PeerSource:
 
     def listen(self, host: str) -> str:
         """Start serving the peers. Returns the address for their `connect`."""
-        on_gpu = self.shard.slots.segment is not None
+        on_gpu = self.shard.segment is not None
         shared = self._spec.backend == "shm" or on_gpu
         tcp = not shared or (_is_far(host) and not on_gpu) or self._exchange is not None
         self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
@@ -268,10 +265,10 @@ class PeerSource:
 
     def _nccl_exchange(self) -> NcclExchange | None:
         """Return what moves parts between GPUs of several nodes, if the channel does."""
-        slots, timeout_s = self.shard.slots, self._config.connect_timeout_s
-        if slots.segment is None or self._spec.backend != "nccl":
+        shard, timeout_s = self.shard, self._config.connect_timeout_s
+        if shard.segment is None or self._spec.backend != "nccl":
             return None
-        return NcclExchange(self.name, self._part.layout.device, slots.payload_bytes, timeout_s)
+        return NcclExchange(self.name, shard.part.layout.device, shard.payload_bytes, timeout_s)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Join the named peers, again where an address is new.
@@ -366,20 +363,20 @@ class PeerSource:
         return True
 
     def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
-        own_pieces = into.part(self._part.first, self._part.last)
-        slots = self.shard.slots
-        if slots.segment is not None:
+        shard = self.shard
+        own_pieces = into.part(shard.part.first, shard.part.last)
+        if shard.segment is not None:
             pieces = [piece for piece in own_pieces if piece.numel()]
             if pieces:
-                slots.segment.copy(slots.offset_bytes(slot), pieces)
+                shard.segment.copy(shard.offset_bytes(slot), pieces)
             return
-        for out, held in zip(own_pieces, slots.pieces[slot], strict=True):
+        for out, held in zip(own_pieces, shard.pieces[slot], strict=True):
             out.copy_(held)
 
     def _wait_for_device(self, layer: int) -> None:
         """Wait for what is queued on the copying stream of a GPU. Raises ChannelError."""
-        if self.shard.slots.segment is not None:
-            stream = torch.cuda.current_stream(self._part.layout.device)
+        if self.shard.segment is not None:
+            stream = torch.cuda.current_stream(self.shard.part.layout.device)
             what = f"copy of the experts of layer {layer}"
             wait_for_stream(stream, self._config.connect_timeout_s, what)
 
