@@ -74,8 +74,8 @@ class RemotePending:
     missing: int = field(init=False)
     sent_s: float = 0.0
     replies: dict[Reply, Packet] = field(default_factory=dict)
-    _held: set[Reply] | None = None  # slices that cannot be sent yet
-    _resent: dict[Reply, tuple[LayerSlots, int]] | None = None  # placement of resent ones
+    _held: set[Reply] = field(default_factory=set)  # slices that cannot be sent yet
+    _resent: dict[Reply, tuple[LayerSlots, int]] = field(default_factory=dict)  # their placement
 
     def __post_init__(self) -> None:
         self.missing = len(self.slices)
@@ -92,19 +92,16 @@ class RemotePending:
     @property
     def in_use(self) -> set[int]:
         """Generations whose replies may still arrive."""
-        again = () if self._resent is None else self._resent.values()
-        return {self.used, *(used for _, used in again)}
+        return {self.used, *(used for _, used in self._resent.values())}
 
     def under_way(self) -> Iterable[Piece]:
         """Yield the slices that were sent and have no reply."""
         for piece in self.slices:
             reply = piece.token_group, piece.rank
-            if reply not in self.replies and not (self._held and reply in self._held):
+            if reply not in self.replies and reply not in self._held:
                 yield piece
 
     def hold(self, piece: Piece) -> None:
-        if self._held is None:
-            self._held = set()
         self._held.add((piece.token_group, piece.rank))
 
     def lose(self, rank: int) -> None:
@@ -115,8 +112,7 @@ class RemotePending:
 
     def cut(self, placed: LayerSlots, used: int) -> list[Piece]:
         """Cut the held slices by the placement of generation `used`; return those to send."""
-        held, self._held = self._held or set(), None
-        again = self._resent = self._resent or {}
+        held, self._held = self._held, set()
         slices: list[Piece] = []
         found: list[Piece] = []
         group = 1 + max(piece.token_group for piece in self.slices)
@@ -125,11 +121,11 @@ class RemotePending:
             if reply not in held:
                 slices.append(piece)
                 continue
-            before, generation = again.pop(reply, (self.placed, self.used))
+            before, generation = self._resent.pop(reply, (self.placed, self.used))
             same = generation == used
             pieces = [piece] if same else piece.recut(before, placed, group)
             group += len(pieces)
-            again.update({(one.token_group, one.rank): (placed, used) for one in pieces})
+            self._resent.update({(one.token_group, one.rank): (placed, used) for one in pieces})
             slices += pieces
             found += pieces
         self.missing += len(slices) - len(self.slices)
@@ -225,26 +221,22 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         return pending
 
     def _send(self, pending: RemotePending, slices: Sequence[Piece]) -> None:
+        key = pending.key
         for piece in slices:
-            pending.sent_s = self._clock()
+            header = self._header(PacketKind.A2E, key, key.layer, piece.token_group)
+            pending.sent_s = header.sent_s
             if piece.rank in self._topology.unreachable:
                 pending.hold(piece)
                 continue
             try:
-                self._send_slice(pending.key, piece, pending.x_TD, pending.sent_s)
+                peer = self._topology.experts[piece.rank]
+                send_slice(self._endpoint, peer, header, piece, pending.x_TD)
             except PeerError:  # `poll` reports it
                 if not self._source.replaces:
                     raise
                 pending.hold(piece)
 
-    def _send_slice(self, key: TaskKey, piece: Piece, x_TD: Tensor, sent_s: float) -> None:
-        header = self._header(PacketKind.A2E, key, key.layer, piece.token_group, sent_s)
-        peer = self._topology.experts[piece.rank]
-        send_slice(self._endpoint, peer, header, piece, x_TD)
-
-    def _header(
-        self, kind: PacketKind, key: TaskKey, layer: int, token_group: int, sent_s: float
-    ) -> Header:
+    def _header(self, kind: PacketKind, key: TaskKey, layer: int, token_group: int = 0) -> Header:
         return Header(
             kind,
             self._endpoint.epoch,
@@ -253,7 +245,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             key.micro_batch,
             token_group,
             key.priority,
-            sent_s,
+            self._clock(),
             self._topology.generation,
         )
 
@@ -270,7 +262,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             there_n = (slots_n >= low) & (slots_n < high)
             if there_n.any():
                 local_n = (slots_n[there_n] - low).astype(np.int32)
-                header = self._header(PacketKind.HINT, key, layer, 0, self._clock())
+                header = self._header(PacketKind.HINT, key, layer)
                 hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n[there_n])]
                 with suppress(ChannelError):
                     send_tensors(self._endpoint, self._topology.experts[rank], header, hint)
