@@ -36,7 +36,6 @@ from actors.moe.dispatch import (
     send_slice,
 )
 from actors.moe.expert_server import merge
-from actors.moe.rank_experts import DevicePairs
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
@@ -142,10 +141,7 @@ class AllToAll:
         ordered = [packets[worker] for worker in self.names]
         try:
             groups = merge(ordered)
-            if isinstance(groups.pairs, DevicePairs):
-                y_UD = yield from self._half.device_steps(layer, *groups.pairs)
-            else:
-                y_UD = yield from self._half.steps(layer, *groups.pairs)
+            y_UD = yield from groups.pairs.steps(self._half, layer)
             local = y_UD[:0]
             for number, packet in enumerate(ordered):
                 rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]

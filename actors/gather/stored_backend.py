@@ -122,16 +122,5 @@ class StoredBackend(ExpertBackend[StoredPending]):
         self._timeline.exposed_s += waited_s - self._waited_s
         self._waited_s = waited_s
         key, tokens = pending.key, pending.routed.x_TD.shape[0]
-        end_s = self._clock()
-        self._timeline.add(
-            TaskSpan(
-                self._name,
-                Stage.WAIT,
-                start_s,
-                end_s,
-                key.batch,
-                key.layer,
-                key.micro_batch,
-                tokens=tokens,
-            )
-        )
+        task = key.batch, key.layer, key.micro_batch, 0, tokens
+        self._timeline.add(TaskSpan(self._name, Stage.WAIT, start_s, self._clock(), *task))

@@ -47,6 +47,10 @@ class MergedPairs(NamedTuple):
     weights_N: Tensor
     counts_e: Tensor
 
+    def steps(self, half: ExpertHalf, layer: int) -> Steps[Tensor]:
+        """Return the weighted sums."""
+        return half.steps(layer, *self)
+
 
 class DevicePairs(NamedTuple):
     """Packets of a device, one after the other (actors/moe/dispatch.py)."""
@@ -54,6 +58,10 @@ class DevicePairs(NamedTuple):
     x_CD: Tensor
     pairs_CM: Tensor
     counts_e: Tensor
+
+    def steps(self, half: ExpertHalf, layer: int) -> Steps[Tensor]:
+        """Return the weighted sums."""
+        return half.device_steps(layer, *self)
 
 
 class Computation:
@@ -161,10 +169,7 @@ class ResidentExperts(RankExperts):
 
     def begin(self, packets: Sequence[Packet], pairs: MergedPairs | DevicePairs) -> Computation:
         header = packets[0].header
-        half = self._halves[header.generation]
-        if isinstance(pairs, DevicePairs):
-            return Computation(half.device_steps(header.layer, *pairs))
-        return Computation(half.steps(header.layer, *pairs))
+        return Computation(pairs.steps(self._halves[header.generation], header.layer))
 
 
 class CachedComputation(Computation):
