@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +76,8 @@ class GroupParts(NamedTuple):
     scheme: ExchangeScheme | None = None
 
 
-class _Following(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Following:
     """A call that was accepted. layer: the next one. steps: its rest, if it has begun.
 
     layer_s, began_s: time of the last layer, and begin of this one.
@@ -314,7 +316,10 @@ class ShuffledBackend(StoredBackend):
                     self._following = None
                     self._exchange.end()
                 elif isinstance(message, Started):
-                    self._following = self._started(self._following)
+                    started = self._following
+                    leader = self._exchange.names.index(started.leader)
+                    half = self._group.half
+                    started.shared = SharedPass(self._exchange, half, started.call, leader)
         waiting = self._following
         if waiting is not None and waiting.shared is None:
             waited_s = self._clock() - waiting.accepted_s
@@ -325,25 +330,17 @@ class ShuffledBackend(StoredBackend):
         if isinstance(message, Busy):
             self._busy.note(peer, message.seconds, self._clock())
 
-    def _started(self, following: _Following) -> _Following:
-        leader = self._exchange.names.index(following.leader)
-        shared = SharedPass(self._exchange, self._group.half, following.call, leader)
-        return following._replace(shared=shared)
-
     def _follow(self, following: _Following, shared: SharedPass) -> None:
         """Compute a layer, or a part of it if this worker is woken."""
-        steps = following.steps
-        if steps is None:
-            steps = shared.steps(following.layer)
-            following = following._replace(steps=steps, began_s=self._clock())
-        for _ in steps:
+        if following.steps is None:
+            following.steps, following.began_s = shared.steps(following.layer), self._clock()
+        for _ in following.steps:
             if self._woken.is_set():
                 self._woken.clear()
-                self._following = following
                 return
-        layer_s = self._clock() - following.began_s
-        self._following = following._replace(layer=following.layer + 1, steps=None, layer_s=layer_s)
-        if self._following.layer == shared.layers:
+        following.layer_s = self._clock() - following.began_s
+        following.layer, following.steps = following.layer + 1, None
+        if following.layer == shared.layers:
             self._following = None
             self._exchange.end()
 
