@@ -128,7 +128,7 @@ class PlacementHandler:
     """Handles placement packets on the server's thread; keeps the launch placement by default."""
 
     def handle(self, packet: Packet) -> None:
-        """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING."""
+        """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING; ignore other kinds."""
 
     def add_peer(self, peer: str) -> None: ...
 
@@ -268,22 +268,17 @@ class ExpertServer:
 
     def _handle_control(self, packet: Packet) -> None:
         kind, generation = packet.header.kind, packet.header.generation
-        if kind in (
-            PacketKind.ABORTED,
-            PacketKind.COMMITTED,
-            PacketKind.ACQUIRE,
-            PacketKind.RELEASE,
-            PacketKind.DRAINING,
-        ):
-            self._generations.handle(packet)
-        elif kind is PacketKind.HINT and self._experts.holds(generation):
-            self._experts.prefetch(packet)
+        if kind is PacketKind.HINT:
+            if self._experts.holds(generation):
+                self._experts.prefetch(packet)
         elif kind is PacketKind.A2E:  # the rank's experts differ from those addressed
             self._endpoint.drop(
                 packet.peer,
                 f"{packet.peer} sent tokens for generation {generation} of the placement, which "
                 f"{self._endpoint.name} does not have: restart it with the group",
             )
+        else:
+            self._generations.handle(packet)
 
     def _discard(self, generation: int) -> None:
         """Drop work of a freed generation; its batches were dropped."""
