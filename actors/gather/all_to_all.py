@@ -37,7 +37,6 @@ from actors.moe.dispatch import (
 )
 from actors.moe.expert_server import merge
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement
 from contracts.plan import Plan
@@ -63,14 +62,13 @@ class AllToAll:
         half: ExpertHalf,
         placement: Placement,
         timeline: Timeline,
-        clock: Clock,
     ) -> None:
         """half: this worker's experts under `placement`. workers: all names, by rank."""
         self.rank = workers.index(endpoint.name)
         self.counts = DispatchCounts(len(workers), own_rank=self.rank)
-        self._packets = PacketPlanner(self.counts, None, clock)
+        self._packets = PacketPlanner(self.counts, None, endpoint.clock)
         self._endpoint, self._half = endpoint, half
-        self._timeline, self._clock = timeline, clock
+        self._timeline, self._clock = timeline, endpoint.clock
         self.names = tuple(workers)
         self._peers = [name for name in workers if name != endpoint.name]
         self._slots_per_rank = placement.slots_per_rank

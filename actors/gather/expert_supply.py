@@ -175,7 +175,7 @@ def _shuffled(
         checkpoint, model, spec.own_experts, dtype=layout.dtype, device=layout.device
     )
     names = [rank_name(Group.PREFILL, rank) for rank in range(workers)]
-    exchange = GroupExchange(endpoint, names, own, spec.placement, timeline, monotonic_s)
+    exchange = GroupExchange(endpoint, names, own, spec.placement, timeline)
     shares = tuple(head_share(model, rank, workers) for rank in range(workers))
 
     shared_batches = {"led": 0.0, "lost": 0.0, "left": 0.0}
@@ -232,7 +232,7 @@ def _lockstep(
     experts = _load(spec, layout, spec.own_experts)
     endpoint = rank_endpoint(spec, layout.device, monotonic_s)
     address = endpoint.listen(spec.host)
-    all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline, monotonic_s)
+    all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline)
     all_to_all.counts.show(telemetry, spec.name)
     return ExpertSupply(
         lambda half: LockstepBackend(half, all_to_all),

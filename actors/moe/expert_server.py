@@ -168,7 +168,6 @@ class ExpertServer:
         experts: RankExperts,
         *,
         timeline: Timeline,
-        clock: Clock,
         choice: Preemption[QueueHead] | None = None,
         generations: PlacementHandler | None = None,
         device: torch.device = _CPU,
@@ -177,7 +176,7 @@ class ExpertServer:
         self._endpoint = endpoint
         self._experts = experts
         self._timeline = timeline
-        self._clock = clock
+        self._clock = endpoint.clock
         self._choice = choice
         self._generations = generations or PlacementHandler()
         self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)

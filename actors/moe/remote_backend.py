@@ -38,7 +38,6 @@ from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
 from actors.moe.dispatch import DispatchCounts, PacketPlanner, Piece, send_slice
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
 from contracts.plan import Plan
@@ -148,7 +147,6 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         endpoint: Endpoint,
         source: TopologySource,
         timeline: Timeline,
-        clock: Clock,
         *,
         reply_timeout_s: float = ChannelConfig().reply_timeout_s,
         recovery_timeout_s: float = GroupsConfig().recovery_timeout_s,
@@ -164,14 +162,14 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         """
         self._endpoint = endpoint
         self._timeline = timeline
-        self._clock = clock
+        self._clock = endpoint.clock
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
         self._last_reply_s: dict[str, float] = {}  # by expert rank
         self._source = source
         self._half = half
         self._sample = sample
         self._counts = counts or DispatchCounts(len(source.topology.experts))
-        self._packets = PacketPlanner(self._counts, sample, clock)
+        self._packets = PacketPlanner(self._counts, sample, endpoint.clock)
         self._decoder: RemoteLayerDecoder | None = None
         self._use(source.topology)
         self._pending: dict[MicroBatchId, RemotePending] = {}

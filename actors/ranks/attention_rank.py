@@ -176,7 +176,6 @@ def _experts(
         endpoint,
         client,
         recorded.timeline,
-        monotonic_s,
         reply_timeout_s=config.channel.reply_timeout_s,
         recovery_timeout_s=config.groups.recovery_timeout_s,
         predictor=predictor(spec, half) if predicts else None,

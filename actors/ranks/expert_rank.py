@@ -63,7 +63,6 @@ def expert_rank(spec: RankSpec) -> Rank:
         endpoint,
         held.experts,
         timeline=recorded.timeline,
-        clock=monotonic_s,
         choice=choice,
         generations=held.rebalancer,
         device=device,
