@@ -94,9 +94,7 @@ def cached_supply(
         return device_supply(spec, layout, timeline, telemetry)
     cache = expert_cache(spec, layout, telemetry)
     return ExpertSupply(
-        lambda half: CachedBackend(
-            spec.name, half, cache, timeline, monotonic_s, predictor(spec, half)
-        ),
+        lambda half: CachedBackend(spec.name, half, cache, timeline, predictor(spec, half)),
         cache.close,
         cache.num_bytes,
     )
@@ -109,22 +107,14 @@ def device_supply(
     held, deadline_s = device_cache(spec, layout, telemetry), spec.config.channel.connect_timeout_s
     return ExpertSupply(
         lambda half: DeviceBackend(
-            spec.name,
-            half,
-            held,
-            timeline,
-            monotonic_s,
-            predictor(spec, half),
-            deadline_s=deadline_s,
+            spec.name, half, held, timeline, predictor(spec, half), deadline_s=deadline_s
         ),
         held.close,
     )
 
 
 def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSupply:
-    return ExpertSupply(
-        lambda half: StoredBackend(spec.name, half, store, timeline, monotonic_s), store.close
-    )
+    return ExpertSupply(lambda half: StoredBackend(spec.name, half, store, timeline), store.close)
 
 
 def _gathered(
@@ -189,7 +179,7 @@ def _shuffled(
         group = GroupHalf(divided, shares, config.kv.block_tokens, slices)
         keeps_kv = not config.prefill.disable_kv_cache
         parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
-        return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)
+        return ShuffledBackend(spec.name, half, store, timeline, parts)
 
     def connect(addresses: dict[str, str]) -> None:
         split = {peer: address.split(" ") for peer, address in addresses.items()}

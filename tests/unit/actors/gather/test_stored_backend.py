@@ -79,7 +79,7 @@ class Rig:
         half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
         finisher, timeline = Finisher(half, max_context_tokens=64), Timeline(1000)
         self.finisher, pool = finisher, KvPool(spec, 16, BLOCK, torch.float32, CPU)
-        backend = StoredBackend("prefill-0", half, self.store, timeline, monotonic_s)
+        backend = StoredBackend("prefill-0", half, self.store, timeline)
         parts = ExecutorParts("prefill-0", half, pool, backend, finisher, timeline, monotonic_s)
         self.executor = Executor(
             parts,

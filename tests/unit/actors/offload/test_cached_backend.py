@@ -19,7 +19,6 @@ from actors.moe.rank_experts import DeviceCachedExperts, DevicePairs
 from actors.offload.device_backend import CachedBackend, CachedPending, DeviceBackend, DevicePending
 from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -154,7 +153,7 @@ class Rig(BackendRig[CachedPending]):
         cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=20.0)
         half = self.local.attention
         ahead = predictor if seed is None else AnyGuess(half, seed)
-        backend = CachedBackend("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
+        backend = CachedBackend("prefill-0", half, cache, Timeline(10), ahead)
         self.backends.append(backend)
         return backend
 
@@ -383,13 +382,7 @@ class DeviceRig(BackendRig[DevicePending]):
     ) -> DeviceBackend:
         held = self.held(slots, lane, deadline_s=deadline_s, **more)
         backend = DeviceBackend(
-            "prefill-0",
-            self.local.attention,
-            held,
-            Timeline(10),
-            monotonic_s,
-            predictor,
-            deadline_s=deadline_s,
+            "prefill-0", self.local.attention, held, Timeline(10), predictor, deadline_s=deadline_s
         )
         self.backends.append(backend)
         return backend
