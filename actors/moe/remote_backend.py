@@ -136,7 +136,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
     """One attention rank's connection to all expert ranks.
 
     If the source of the topology `replaces` lost ranks, rows sent to one are sent again to the rank
-    that holds its experts then; else a loss makes the backend unusable.
+    that holds its experts then; else a loss makes the backend unusable. counts: of what is sent.
     """
 
     fatal = PeerError
@@ -152,7 +152,6 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         recovery_timeout_s: float = GroupsConfig().recovery_timeout_s,
         predictor: ExpertPredictor | None = None,
         sample: RoutingSample | None = None,
-        counts: DispatchCounts | None = None,
         half: AttentionHalf | None = None,
     ) -> None:
         """Set up a backend. half: enables direct calls.
@@ -168,8 +167,8 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._source = source
         self._half = half
         self._sample = sample
-        self._counts = counts or DispatchCounts(len(source.topology.experts))
-        self._packets = PacketPlanner(self._counts, sample, endpoint.clock)
+        self.counts = DispatchCounts(len(source.topology.experts))
+        self._packets = PacketPlanner(self.counts, sample, endpoint.clock)
         self._decoder: RemoteLayerDecoder | None = None
         self._use(source.topology)
         self._pending: dict[MicroBatchId, RemotePending] = {}
@@ -187,7 +186,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         if half is None or self._prefetcher.is_enabled or not RemoteLayerDecoder.supports(half):
             return None
         parts = DirectCalls(
-            self._endpoint, half, self._counts, self._timeline, self._sample, self._source
+            self._endpoint, half, self.counts, self._timeline, self._sample, self._source
         )
         self._decoder = RemoteLayerDecoder(parts, kv, self._topology)
         return self._decoder
