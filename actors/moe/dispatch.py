@@ -106,28 +106,14 @@ class RankSlice(NamedTuple):
         low, high = before.bounds[self.rank]
         expert_N = np.repeat(before.expert_of_slot[low:high], self.counts_e)
         row_N = self.index_N + self.start if self.rows_U is None else self.rows_U[self.index_N]
-        slot_N = placed.of_pairs(expert_N[:, None])[:, 0]
-        order_N = slot_N.argsort(kind="stable")
-        counts_S = np.bincount(slot_N, minlength=placed.count).astype(np.int32)
-        ends = [0, *counts_S.cumsum().tolist()]
+        pairs = expert_N[:, None], self.weights_N[:, None], [(0, len(row_N))]
         slices: list[RankSlice] = []
-        for rank, (first, last) in enumerate(placed.bounds):
-            pairs_N = order_N[ends[first] : ends[last]]
-            if not len(pairs_N):
-                continue
-            rows_U, index_N = np.unique(row_N[pairs_N], return_inverse=True)
-            slices.append(
-                RankSlice(
-                    rank,
-                    first_group + len(slices),
-                    self.start,
-                    self.stop,
-                    rows_U.astype(np.int64),
-                    index_N.astype(np.int32).ravel(),
-                    self.weights_N[pairs_N],
-                    counts_S[first:last],
-                )
-            )
+        for number, piece in enumerate(plan_dispatch(*pairs, placed), first_group):
+            pair_N = piece.index_N if piece.rows_U is None else piece.rows_U[piece.index_N]
+            rows_U, index_N = np.unique(row_N[pair_N], return_inverse=True)
+            group = number, self.start, self.stop, rows_U.astype(np.int64)
+            line_N = index_N.astype(np.int32).ravel()
+            slices.append(RankSlice(piece.rank, *group, line_N, piece.weights_N, piece.counts_e))
         return slices
 
 
