@@ -149,12 +149,14 @@ class WeightServer:
             if process is not None:
                 process.close()
 
-    def _receive(self, sock: socket.socket, peer: str, expected: int) -> int:
-        """Return the layer of the next request, which must be of that kind."""
+    def _receive(
+        self, sock: socket.socket, peer: str, expected: int, expected_layer: int | None = None
+    ) -> int:
+        """Return the layer of the next request, which must be of that kind, and of that layer."""
         request = bytearray(REQUEST.size)
         receive_into(sock, memoryview(request), peer)
         kind, layer = REQUEST.unpack(request)
-        if kind != expected:
+        if kind != expected or expected_layer not in (None, layer):
             raise PeerError(f"{peer} sent a request out of turn", peer)
         return int(layer)
 
@@ -170,7 +172,7 @@ class WeightServer:
         try:
             if part is None:
                 self._send(sock, peer, layer, slot, process)
-                self._expect(sock, peer, DONE, layer)
+                self._receive(sock, peer, DONE, layer)
             else:
                 self._send_by_nccl(sock, peer, layer, slot, part)
         except BaseException:
@@ -178,10 +180,6 @@ class WeightServer:
             raise
         finally:
             self._shard.release(layer)
-
-    def _expect(self, sock: socket.socket, peer: str, kind: int, layer: int) -> None:
-        if self._receive(sock, peer, kind) != layer:
-            raise PeerError(f"{peer} sent a request out of turn", peer)
 
     def _send_by_nccl(
         self, sock: socket.socket, peer: str, layer: int, slot: int, part: NcclPart
@@ -197,9 +195,9 @@ class WeightServer:
                 part.transfer(pieces, stream)
             sock.sendall(REPLY.pack(DATA, layer, 0))
             if not part.leads:
-                self._expect(sock, peer, POSTED, layer)
+                self._receive(sock, peer, POSTED, layer)
                 part.transfer(pieces, stream)
-            self._expect(sock, peer, DONE, layer)
+            self._receive(sock, peer, DONE, layer)
             set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)
         except BaseException:
             shut_down(sock)

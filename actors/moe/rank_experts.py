@@ -295,7 +295,7 @@ class CachedExperts(RankExperts):
 
 
 class DeviceCachedExperts(CachedExperts):
-    """`CachedExperts` of a GPU. Hints are not used."""
+    """`CachedExperts` of a GPU. Attention ranks on GPUs send no hints."""
 
     def __init__(
         self, held: DeviceCache, own: Mapping[int, Sequence[int]], generation: int = 0
@@ -345,9 +345,6 @@ class DeviceCachedExperts(CachedExperts):
         if self._arriving.pop(packet, None) is None:
             del self._counts[packet]
             super().discard(packet)
-
-    def prefetch(self, packet: Packet) -> None:
-        """Do nothing: attention ranks on GPUs do not predict."""
 
     def close(self) -> None:
         self._held.close()
