@@ -27,13 +27,16 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.device_dispatch import empty_slice
-from actors.moe.dispatch import DispatchCounts, RankSlice
+from actors.moe.dispatch import (
+    DispatchCounts,
+    PacketPlanner,
+    Piece,
+    RankSlice,
+    empty_slice,
+    send_slice,
+)
 from actors.moe.expert_server import merge
-from actors.moe.rank_experts import DevicePairs
-from actors.moe.remote_pending import PacketPlanner, Piece, send_slice
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement
 from contracts.plan import Plan
@@ -58,14 +61,13 @@ class AllToAll:
         half: ExpertHalf,
         placement: Placement,
         timeline: Timeline,
-        clock: Clock,
     ) -> None:
         """half: this worker's experts under `placement`. workers: all names, by rank."""
         self.rank = workers.index(endpoint.name)
         self.counts = DispatchCounts(len(workers), own_rank=self.rank)
-        self._packets = PacketPlanner(self.counts, None, clock)
+        self._packets = PacketPlanner(self.counts, None, endpoint.clock)
         self._endpoint, self._half = endpoint, half
-        self._timeline, self._clock = timeline, clock
+        self._timeline, self._clock = timeline, endpoint.clock
         self.names = tuple(workers)
         self._peers = [name for name in workers if name != endpoint.name]
         self._slots_per_rank = placement.slots_per_rank
@@ -136,10 +138,7 @@ class AllToAll:
         ordered = [packets[worker] for worker in self.names]
         try:
             groups = merge(ordered)
-            if isinstance(groups.pairs, DevicePairs):
-                y_UD = yield from self._half.device_steps(layer, *groups.pairs)
-            else:
-                y_UD = yield from self._half.steps(layer, *groups.pairs)
+            y_UD = yield from groups.pairs.steps(self._half, layer)
             local = y_UD[:0]
             for number, packet in enumerate(ordered):
                 rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]

@@ -15,7 +15,7 @@ from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.shared_cache import GroupHalf
 from actors.gather.shuffled import BatchFacts, GroupParts, ShuffledBackend
 from actors.gather.stored_backend import StoredBackend
-from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
+from actors.gather.weight_shard import Shard
 from actors.moe.backend import ExpertBackend
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
 from actors.offload.device_backend import CachedBackend, DeviceBackend
@@ -85,8 +85,7 @@ def expert_supply(
     if kind == "shuffled":
         return _shuffled(spec, layout, timeline, facts)
     host = host_source(spec, layout) if kind == "hybrid" else None
-    store, supply = _gathered(spec, layout, timeline, host)
-    return supply._replace(backend=_stored(spec, store, timeline).backend)
+    return _gathered(spec, layout, timeline, host)[1]
 
 
 def cached_supply(
@@ -97,9 +96,7 @@ def cached_supply(
         return device_supply(spec, layout, timeline, telemetry)
     cache = expert_cache(spec, layout, telemetry)
     return ExpertSupply(
-        lambda half: CachedBackend(
-            spec.name, half, cache, timeline, monotonic_s, predictor(spec, half)
-        ),
+        lambda half: CachedBackend(spec.name, half, cache, timeline, predictor(spec, half)),
         cache.close,
         cache.num_bytes,
     )
@@ -112,26 +109,18 @@ def device_supply(
     held, deadline_s = device_cache(spec, layout, telemetry), spec.config.channel.connect_timeout_s
     return ExpertSupply(
         lambda half: DeviceBackend(
-            spec.name,
-            half,
-            held,
-            timeline,
-            monotonic_s,
-            predictor(spec, half),
-            deadline_s=deadline_s,
+            spec.name, half, held, timeline, predictor(spec, half), deadline_s=deadline_s
         ),
         held.close,
     )
 
 
 def _stored(spec: RankSpec, store: CopyingStore, timeline: Timeline) -> ExpertSupply:
-    return ExpertSupply(
-        lambda half: StoredBackend(spec.name, half, store, timeline, monotonic_s), store.close
-    )
+    return ExpertSupply(lambda half: StoredBackend(spec.name, half, store, timeline), store.close)
 
 
 def _gathered(
-    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: PartSource | None
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: HostSource | None
 ) -> tuple[CopyingStore, ExpertSupply]:
     """Gathered and hybrid mode.
 
@@ -141,14 +130,10 @@ def _gathered(
     model = layout.spec
     check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
     layers = model.moe_layers[spec.config.prefill.resident_layers :]
-    part = own_part(spec, layout)
-    shard: Shard
-    if host is None:
-        host = CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
-        shard = ResidentShard(layers, part, host)
-    else:
-        shard = WindowedShard(layers, part, host, spec.config.prefill.shard_prefetch_layers)
-    source = PeerSource(spec, part, shard, host)
+    window = None if host is None else spec.config.prefill.shard_prefetch_layers
+    host = host or CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
+    shard = Shard(layers, own_part(spec, layout), host, window)
+    source = PeerSource(spec, shard, host)
     address = source.listen(spec.host)
     store = copying_store(spec, layout, source, Stage.GATHER, timeline)
 
@@ -182,7 +167,7 @@ def _shuffled(
         checkpoint, model, spec.own_experts, dtype=layout.dtype, device=layout.device
     )
     names = [rank_name(Group.PREFILL, rank) for rank in range(workers)]
-    exchange = GroupExchange(endpoint, names, own, spec.placement, timeline, monotonic_s)
+    exchange = GroupExchange(endpoint, names, own, spec.placement, timeline)
     shares = tuple(head_share(model, rank, workers) for rank in range(workers))
 
     shared_batches = {"led": 0.0, "lost": 0.0, "left": 0.0}
@@ -196,7 +181,7 @@ def _shuffled(
         group = GroupHalf(divided, shares, config.kv.block_tokens, slices)
         keeps_kv = not config.prefill.disable_kv_cache
         parts = GroupParts(exchange, group, facts, shared_batches, keeps_kv=keeps_kv)
-        return ShuffledBackend(spec.name, half, store, timeline, monotonic_s, parts)
+        return ShuffledBackend(spec.name, half, store, timeline, parts)
 
     def connect(addresses: dict[str, str]) -> None:
         split = {peer: address.split(" ") for peer, address in addresses.items()}
@@ -239,7 +224,7 @@ def _lockstep(
     experts = _load(spec, layout, spec.own_experts)
     endpoint = rank_endpoint(spec, layout.device, monotonic_s)
     address = endpoint.listen(spec.host)
-    all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline, monotonic_s)
+    all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline)
     all_to_all.counts.show(telemetry, spec.name)
     return ExpertSupply(
         lambda half: LockstepBackend(half, all_to_all),

@@ -22,7 +22,6 @@ from actors.channels.base import Packet, PacketKind
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.gather.all_to_all import AllToAll
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.logs import event
 from contracts.placement import Placement
@@ -95,9 +94,8 @@ class GroupExchange(AllToAll):
         half: ExpertHalf,
         placement: Placement,
         timeline: Timeline,
-        clock: Clock,
     ) -> None:
-        super().__init__(endpoint, workers, half, placement, timeline, clock)
+        super().__init__(endpoint, workers, half, placement, timeline)
         self._dialed: dict[str, str] = {}
         self.levels = LinkLevels((0,) * len(workers))  # replaced, never changed
         self._messages: list[tuple[str, int, GroupMessage]] = []

@@ -24,8 +24,8 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ from actors.channels.local_process import is_hung
 from actors.gather.nccl_exchange import NcclExchange
 from actors.gather.weight_link import Segment, Terms, WeightLink, digest, join
 from actors.gather.weight_server import WeightServer
-from actors.gather.weight_shard import ExpertRange, PartSource, Shard
+from actors.gather.weight_shard import ExpertRange, Shard
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import (
@@ -48,16 +48,26 @@ from contracts.errors import (
 from contracts.logs import event
 from contracts.ranks import Group, RankSpec, rank_name
 from models.experts.expert_layout import ExpertBuffer, ExpertLayout
+from models.experts.host_experts import HostSource
 from planner.placement.slots import expert_ranges
 
 REDIAL_S = 5.0
 
 
-class _Attempt(NamedTuple):
-    """Result of the last dial to a peer. error None: it succeeded."""
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A peer to dial. epoch: the newest seen. is_tried: at this address.
 
-    address: str
-    error: ChannelError | None
+    error: of the last attempt. link: came up, not taken yet. thread: while the peer is dialed.
+    """
+
+    name: str
+    address: str = ""
+    epoch: int = 0
+    is_tried: bool = False
+    error: ChannelError | None = None
+    link: WeightLink | None = None
+    thread: threading.Thread | None = None
 
 
 class PeerDialer:
@@ -73,12 +83,7 @@ class PeerDialer:
         """connect: as of `join`."""
         self._me, self._terms, self._config, self._connect = me, terms, config, connect
         self._changed = threading.Condition()  # guards all below
-        self._addresses: dict[str, str] = {}
-        self._epochs: dict[str, int] = {}  # the newest seen of each name
-        self._scheduled: set[str] = set()  # peers to dial
-        self._attempts: dict[str, _Attempt] = {}
-        self._arrived: dict[str, WeightLink] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._peers: dict[str, _Peer] = {}
         self._closing = False
 
     def introduce(self, addresses: Mapping[str, str], timeout_s: float) -> None:
@@ -86,120 +91,107 @@ class PeerDialer:
 
         Raises the HandshakeError of a peer that refuses us or does not match, after all were tried.
         """
+        new: list[_Peer] = []
         with self._changed:
-            new = {p: at for p, at in addresses.items() if self._addresses.get(p) != at}
-            self._addresses.update(new)
-            for peer in new:
-                self._schedule(peer, at_once=True)
+            for name, address in addresses.items():
+                peer = self._peers.setdefault(name, _Peer(name))
+                if peer.address != address:
+                    peer.address, peer.is_tried = address, False
+                    new.append(peer)
+                    self._start(peer)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closing or self._tried(new), timeout_s)
-            tried = [self._attempts[peer] for peer in new if peer in self._attempts]
-        for _, error in tried:
+            self._changed.wait_for(
+                lambda: self._closing or all(peer.is_tried for peer in new), timeout_s
+            )
+            errors = [peer.error for peer in new]
+        for error in errors:
             if isinstance(error, HandshakeError) and not isinstance(error, HandshakeBrokenError):
                 raise type(error)(*error.args)  # a copy, to keep no frame alive
 
-    def reconnect(self, peer: str) -> None:
+    def reconnect(self, name: str) -> None:
         """Dial a peer whose link was lost, unless a new link has arrived."""
         with self._changed:
-            if peer in self._addresses and peer not in self._arrived:
-                self._schedule(peer, at_once=False)
+            peer = self._peers.get(name)
+            if peer is not None and peer.link is None:
+                self._start(peer)
 
     def take(self) -> dict[str, WeightLink]:
         """Return the links that came up since the last call."""
+        arrived: dict[str, WeightLink] = {}
         with self._changed:
-            arrived, self._arrived = self._arrived, {}
-            return arrived
+            for peer in self._peers.values():
+                if peer.link is not None:
+                    arrived[peer.name], peer.link = peer.link, None
+        return arrived
 
-    def problem(self, peer: str) -> str:
+    def problem(self, name: str) -> str:
         """Return why the last dial failed, or ""."""
         with self._changed:
-            tried = self._attempts.get(peer)
-            return "" if tried is None or tried.error is None else tried.error.message
+            peer = self._peers.get(name)
+            return "" if peer is None or peer.error is None else peer.error.message
 
     def close(self) -> None:
         """End all threads and close links that were not taken."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            threads = list(self._threads.values())
+            threads = [peer.thread for peer in self._peers.values() if peer.thread is not None]
         for thread in threads:
             thread.join(self._config.connect_timeout_s)
         for link in self.take().values():
             link.close()
 
-    # --- under the lock
-
-    def _schedule(self, peer: str, *, at_once: bool) -> None:
-        self._scheduled.add(peer)
-        if peer not in self._threads and not self._closing:
-            last = "" if at_once else self._addresses[peer]
-            name = f"{self._me.name}-dial-{peer}"
-            thread = threading.Thread(target=self._dial, args=(peer, last), name=name, daemon=True)
-            self._threads[peer] = thread
-            thread.start()
-
-    def _tried(self, addresses: Mapping[str, str]) -> bool:
-        """Return whether each peer was tried at this or a newer address."""
-        return all(
-            peer in self._attempts and self._attempts[peer].address == self._addresses[peer]
-            for peer in addresses
-        )
+    def _start(self, peer: _Peer) -> None:
+        """Start dialing, under the lock."""
+        if peer.thread is None and not self._closing:
+            name = f"{self._me.name}-dial-{peer.name}"
+            peer.thread = threading.Thread(target=self._dial, args=(peer,), name=name, daemon=True)
+            peer.thread.start()
 
     # --- a peer's thread
 
-    def _dial(self, peer: str, last: str) -> None:
-        """Dial a peer until it need not be. last: the address tried last."""
-        while (address := self._due(peer, last)) is not None:
+    def _dial(self, peer: _Peer) -> None:
+        """Dial a peer until it answers at its latest address."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or not peer.is_tried, REDIAL_S)
+                if self._closing:
+                    return
+                address, is_retry, newest = peer.address, peer.is_tried, peer.epoch
             config = self._config
-            self._try(
-                peer,
-                address,
-                config.heartbeat_timeout_s if address == last else config.connect_timeout_s,
+            deadline_s = config.heartbeat_timeout_s if is_retry else config.connect_timeout_s
+            link: WeightLink | None = None
+            failed: ChannelError | None = None
+            try:
+                terms = self._terms
+                link = join(peer.name, address, self._me, terms, newest, deadline_s, self._connect)
+            except ChannelError as error:
+                failed = type(error)(f"cannot join {peer.name}: {error.message}", *error.args[1:])
+            if self._record(peer, address, link, failed):
+                return
+
+    def _record(
+        self, peer: _Peer, address: str, link: WeightLink | None, failed: ChannelError | None
+    ) -> bool:
+        """Record an attempt; return whether the peer need not be dialed any more."""
+        if failed is not None and peer.error is None:  # once
+            event(
+                log, "weights_peer_connect_failed", logging.WARNING, peer=peer.name, reason=failed
             )
-            last = address
-
-    def _due(self, peer: str, last: str) -> str | None:
-        """Return the next address to try once it is due; None: stop."""
+        before = None
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended(peer) or self._addresses[peer] != last, REDIAL_S
-            )
-            if self._ended(peer):
-                del self._threads[peer]
-                return None
-            return self._addresses[peer]
-
-    def _ended(self, peer: str) -> bool:
-        return self._closing or peer not in self._scheduled
-
-    def _try(self, peer: str, address: str, deadline_s: float) -> None:
-        newest = self._epochs.get(peer, 0)
-        link: WeightLink | None = None
-        failed: ChannelError | None = None
-        try:
-            terms = self._terms
-            link = join(peer, address, self._me, terms, newest, deadline_s, self._connect)
-        except ChannelError as error:
-            failed = type(error)(f"cannot join {peer}: {error.message}", *error.args[1:])
-        with self._changed:
-            self._note(peer, _Attempt(address, failed))
-            before = None
+            is_latest = peer.address == address
+            peer.is_tried, peer.error = is_latest, failed
             if link is not None:
-                before, self._arrived[peer] = self._arrived.get(peer), link
-                self._epochs[peer] = max(newest, link.epoch)
-                if self._addresses[peer] == address:
-                    self._scheduled.discard(peer)
+                before, peer.link = peer.link, link
+                peer.epoch = max(peer.epoch, link.epoch)
+            is_done = link is not None and is_latest
+            if is_done:
+                peer.thread = None
             self._changed.notify_all()
         if before is not None:
             before.close()
-
-    def _note(self, peer: str, tried: _Attempt) -> None:
-        before = self._attempts.get(peer)
-        self._attempts[peer] = tried
-        if tried.error is not None and (before is None or before.error is None):  # once
-            event(
-                log, "weights_peer_connect_failed", logging.WARNING, peer=peer, reason=tried.error
-            )
+        return is_done
 
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -218,20 +210,18 @@ def _is_far(host: str) -> bool:
 class PeerSource:
     """An ExpertSource over peers. fallbacks: parts that did not come from their peer."""
 
-    def __init__(
-        self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource
-    ) -> None:
-        """part: as `own_part` returns, held by `shard`."""
+    def __init__(self, spec: RankSpec, shard: Shard, fallback: HostSource) -> None:
+        """shard: of the experts that `own_part` returns."""
         self.name = spec.name
         self._spec, self._config = spec, spec.config.channel
         self.shard = shard
         self.address = ""
-        self._part, self._fallback = part, fallback
+        self._fallback = fallback
         self._bounds = {
             rank_name(Group.PREFILL, rank): bounds
             for rank, bounds in enumerate(expert_ranges(spec.placement))
         }
-        layout = part.layout
+        layout = shard.part.layout
         model_digest = digest(layout.spec, str(layout.dtype))
         self._me = Identity(name=spec.name, token=spec.token, epoch=None)
         self._terms = Terms(
@@ -239,14 +229,12 @@ class PeerSource:
             model_digest,
             layout.digest,
             spec.placement.digest,
-            shard.slots.payload_bytes,
-            b"" if shard.slots.segment is None else shard.slots.segment.handle,
+            shard.payload_bytes,
+            b"" if shard.segment is None else shard.segment.handle,
         )
         exchange = self._exchange = self._nccl_exchange()
         connect = None if exchange is None else partial(exchange.connect, serves=False)
-        self._server = WeightServer(
-            self._me, self._terms, shard, part.num_bytes, self._config, exchange
-        )
+        self._server = WeightServer(self._me, self._terms, shard, self._config, exchange)
         self._dialer = PeerDialer(self._me, self._terms, self._config, connect)
         self._links: dict[str, WeightLink] = {}
         self._lost: dict[str, str] = {}  # peer -> reason
@@ -259,7 +247,7 @@ class PeerSource:
 
     def listen(self, host: str) -> str:
         """Start serving the peers. Returns the address for their `connect`."""
-        on_gpu = self.shard.slots.segment is not None
+        on_gpu = self.shard.segment is not None
         shared = self._spec.backend == "shm" or on_gpu
         tcp = not shared or (_is_far(host) and not on_gpu) or self._exchange is not None
         self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
@@ -267,10 +255,10 @@ class PeerSource:
 
     def _nccl_exchange(self) -> NcclExchange | None:
         """Return what moves parts between GPUs of several nodes, if the channel does."""
-        slots, timeout_s = self.shard.slots, self._config.connect_timeout_s
-        if slots.segment is None or self._spec.backend != "nccl":
+        shard, timeout_s = self.shard, self._config.connect_timeout_s
+        if shard.segment is None or self._spec.backend != "nccl":
             return None
-        return NcclExchange(self.name, self._part.layout.device, slots.payload_bytes, timeout_s)
+        return NcclExchange(self.name, shard.part.layout.device, shard.payload_bytes, timeout_s)
 
     def connect(self, addresses: Mapping[str, str]) -> None:
         """Join the named peers, again where an address is new.
@@ -365,20 +353,20 @@ class PeerSource:
         return True
 
     def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
-        own_pieces = into.part(self._part.first, self._part.last)
-        slots = self.shard.slots
-        if slots.segment is not None:
+        shard = self.shard
+        own_pieces = into.part(shard.part.first, shard.part.last)
+        if shard.segment is not None:
             pieces = [piece for piece in own_pieces if piece.numel()]
             if pieces:
-                slots.segment.copy(slots.offset_bytes(slot), pieces)
+                shard.segment.copy(shard.offset_bytes(slot), pieces)
             return
-        for out, held in zip(own_pieces, slots.pieces[slot], strict=True):
+        for out, held in zip(own_pieces, shard.pieces[slot], strict=True):
             out.copy_(held)
 
     def _wait_for_device(self, layer: int) -> None:
         """Wait for what is queued on the copying stream of a GPU. Raises ChannelError."""
-        if self.shard.slots.segment is not None:
-            stream = torch.cuda.current_stream(self._part.layout.device)
+        if self.shard.segment is not None:
+            stream = torch.cuda.current_stream(self.shard.part.layout.device)
             what = f"copy of the experts of layer {layer}"
             wait_for_stream(stream, self._config.connect_timeout_s, what)
 

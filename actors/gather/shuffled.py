@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from actors.gather.shared_pass import SharedPass
 from actors.gather.stored_backend import StoredBackend, StoredPending
 from actors.moe.backend import SharedLayers, WholeBatch
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
+from contracts.clock import monotonic_s
 from contracts.errors import PeerError, PeerHungError
 from contracts.logs import event
 from kernels.steps import Steps
@@ -75,7 +76,8 @@ class GroupParts(NamedTuple):
     scheme: ExchangeScheme | None = None
 
 
-class _Following(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Following:
     """A call that was accepted. layer: the next one. steps: its rest, if it has begun.
 
     layer_s, began_s: time of the last layer, and begin of this one.
@@ -100,10 +102,9 @@ class ShuffledBackend(StoredBackend):
         half: AttentionHalf,
         store: CopyingStore,
         timeline: Timeline,
-        clock: Clock,
         group: GroupParts,
     ) -> None:
-        super().__init__(name, half, store, timeline, clock)
+        super().__init__(name, half, store, timeline)
         self._group, self._exchange = group, group.exchange
         self._following: _Following | None = None
         self._leading: _LedPass | None = None
@@ -132,7 +133,7 @@ class ShuffledBackend(StoredBackend):
         if layer and not may_call:
             return None
         work = self._work_of(whole.slices, layer)
-        leaves_per_s = self._busy.leaves_per_s(self._clock())
+        leaves_per_s = self._busy.leaves_per_s(monotonic_s())
         mean_row = self._exchange.levels.mean_row
         gain_s = self._choice.gain_s(work, self.copy_s, mean_row, leaves_per_s)
         least_s = self._begin_s if layer else 0.0
@@ -140,7 +141,7 @@ class ShuffledBackend(StoredBackend):
         if led is not None:
             self._leading, self._alone = led, None
         elif not layer:
-            self._alone = work, self._clock()
+            self._alone = work, monotonic_s()
             self._announce(self._choice.alone_s(work, self.copy_s))
         return led
 
@@ -148,7 +149,7 @@ class ShuffledBackend(StoredBackend):
         self, whole: WholeBatch, layer: int, work: BatchWork, gain_s: float
     ) -> _LedPass | None:
         """Call the others, and begin a pass if all accept."""
-        start_s, levels, group = self._clock(), self._exchange.levels, self._group
+        start_s, levels, group = monotonic_s(), self._exchange.levels, self._group
         numbered, numbering = numbered_slices(whole.slices)
         scheme, first_order = group.scheme or served_scheme(levels.nodes), b""
         shares_of = None if layer else group.facts.first_shares
@@ -169,7 +170,7 @@ class ShuffledBackend(StoredBackend):
             return None
         outer = OuterPool(whole.kv, whole.batch, numbering) if group.keeps_kv else None
         shared = SharedPass(self._exchange, group.half, call, self._exchange.rank, outer)
-        self._begin_s = self._clock() - start_s
+        self._begin_s = monotonic_s() - start_s
         return _LedPass(self, shared, work, start_s)
 
     def _may_call(self) -> bool:
@@ -177,7 +178,7 @@ class ShuffledBackend(StoredBackend):
         if self._leading is not None or self._has_lost or not self._exchange.is_linked:
             return False
         self._answer(0.0, idle=False)
-        return self._clock() >= self._busy.until_s
+        return monotonic_s() >= self._busy.until_s
 
     def _announce(self, seconds: float) -> None:
         """Notify the others, which might call, that a batch runs here."""
@@ -200,7 +201,7 @@ class ShuffledBackend(StoredBackend):
 
     def _call(self, call: GroupCall, timeout_s: float) -> bool:
         """Call the others; return whether all have accepted, and start the pass."""
-        exchange, end_s = self._exchange, self._clock() + timeout_s
+        exchange, end_s = self._exchange, monotonic_s() + timeout_s
         self._count += 1
         number = self._count * exchange.workers + exchange.rank
         exchange.begin(number)
@@ -208,7 +209,7 @@ class ShuffledBackend(StoredBackend):
         try:
             exchange.send(call, number)
             while missing:
-                left_s = end_s - self._clock()
+                left_s = end_s - monotonic_s()
                 if left_s <= 0.0:
                     break
                 for peer, about, message in exchange.receive(left_s):
@@ -225,7 +226,7 @@ class ShuffledBackend(StoredBackend):
             return False
         if missing:
             for peer in missing:  # not called again before their next `Busy`
-                self._busy.note(peer, self._alone_s(call, call.layer), self._clock())
+                self._busy.note(peer, self._alone_s(call, call.layer), monotonic_s())
             self._end(Aborted("not all workers are idle"))
             return False
         exchange.send(Started(), number)
@@ -247,7 +248,7 @@ class ShuffledBackend(StoredBackend):
         self._end(Aborted("the batch was dropped" if error is None else str(error)))
         rest_s = self._choice.alone_s(rest, self.copy_s)
         if isinstance(error, PeerError):
-            self._busy.note(error.peer, rest_s, self._clock())
+            self._busy.note(error.peer, rest_s, monotonic_s())
         self._announce(rest_s)
 
     def _end(self, message: Aborted) -> None:
@@ -269,7 +270,7 @@ class ShuffledBackend(StoredBackend):
             following.steps.close()
         self._exchange.end()
         rest_s = self._alone_s(following.call, following.layer)
-        self._busy.note(following.leader, rest_s, self._clock())
+        self._busy.note(following.leader, rest_s, monotonic_s())
 
     def _finishes_layer(self, following: _Following, waiting_tokens: int) -> bool:
         batch, copy_s = self._work_of(following.call.slices, 0), self.copy_s
@@ -279,7 +280,7 @@ class ShuffledBackend(StoredBackend):
         layer_s = batch_s / batch.layers
         expected_s = following.layer_s or layer_s / self._exchange.workers
         # A late layer is expected to take as long again as it is late.
-        rest_s = abs(following.began_s + expected_s - self._clock())
+        rest_s = abs(following.began_s + expected_s - monotonic_s())
         return finishes_layer(rest_s, own_s, layer_s, batch_s)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
@@ -304,9 +305,9 @@ class ShuffledBackend(StoredBackend):
             if isinstance(message, GroupCall):
                 if idle and self._following is None and self._exchange.is_linked:
                     self._exchange.begin(number)
-                    self._following = _Following(peer, message, self._clock(), message.layer)
+                    self._following = _Following(peer, message, monotonic_s(), message.layer)
                     self._exchange.send(Accepted(), number, [peer])
-                    self._busy.note(peer, self._alone_s(message, message.layer), self._clock())
+                    self._busy.note(peer, self._alone_s(message, message.layer), monotonic_s())
                 else:
                     self._exchange.send(Declined(), number, [peer])
             elif self._following is not None and number == self._exchange.number:
@@ -314,36 +315,31 @@ class ShuffledBackend(StoredBackend):
                     self._following = None
                     self._exchange.end()
                 elif isinstance(message, Started):
-                    self._following = self._started(self._following)
+                    started = self._following
+                    leader = self._exchange.names.index(started.leader)
+                    half = self._group.half
+                    started.shared = SharedPass(self._exchange, half, started.call, leader)
         waiting = self._following
         if waiting is not None and waiting.shared is None:
-            waited_s = self._clock() - waiting.accepted_s
+            waited_s = monotonic_s() - waiting.accepted_s
             if waited_s > PEER_TIMEOUT_S:
                 raise PeerHungError(f"{waiting.leader} has not started its batch", waiting.leader)
 
     def _note_busy(self, peer: str, message: GroupMessage) -> None:
         if isinstance(message, Busy):
-            self._busy.note(peer, message.seconds, self._clock())
-
-    def _started(self, following: _Following) -> _Following:
-        leader = self._exchange.names.index(following.leader)
-        shared = SharedPass(self._exchange, self._group.half, following.call, leader)
-        return following._replace(shared=shared)
+            self._busy.note(peer, message.seconds, monotonic_s())
 
     def _follow(self, following: _Following, shared: SharedPass) -> None:
         """Compute a layer, or a part of it if this worker is woken."""
-        steps = following.steps
-        if steps is None:
-            steps = shared.steps(following.layer)
-            following = following._replace(steps=steps, began_s=self._clock())
-        for _ in steps:
+        if following.steps is None:
+            following.steps, following.began_s = shared.steps(following.layer), monotonic_s()
+        for _ in following.steps:
             if self._woken.is_set():
                 self._woken.clear()
-                self._following = following
                 return
-        layer_s = self._clock() - following.began_s
-        self._following = following._replace(layer=following.layer + 1, steps=None, layer_s=layer_s)
-        if self._following.layer == shared.layers:
+        following.layer_s = monotonic_s() - following.began_s
+        following.layer, following.steps = following.layer + 1, None
+        if following.layer == shared.layers:
             self._following = None
             self._exchange.end()
 
@@ -367,7 +363,7 @@ class ShuffledBackend(StoredBackend):
         yield from super().combine(hidden_TD, pending, shared_TD)
         if self._alone is not None and pending.key.layer == self._half.spec.moe_layers[-1]:
             (work, start_s), self._alone = self._alone, None
-            self._choice.alone(work, self._clock() - start_s)
+            self._choice.alone(work, monotonic_s() - start_s)
 
 
 class _LedPass:
@@ -393,7 +389,7 @@ class _LedPass:
         if layer == layers - 1:
             self._shared.finish(layer + 1)
             self._is_open = False
-            self._backend.led(self._backend._clock() - self._start_s, self._work)
+            self._backend.led(monotonic_s() - self._start_s, self._work)
         return hidden_TD
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
+from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.device import LaunchLimiter
@@ -44,13 +44,13 @@ class StoredBackend(ExpertBackend[StoredPending]):
     """Expert backend over a store. A failing store ends the worker. name: for spans."""
 
     def __init__(
-        self, name: str, half: AttentionHalf, store: CopyingStore, timeline: Timeline, clock: Clock
+        self, name: str, half: AttentionHalf, store: CopyingStore, timeline: Timeline
     ) -> None:
         self._name = name
         self._half = half
         self._store = store
+        self.yields = not store.is_streamed
         self._timeline = timeline
-        self._clock = clock
         experts = half.spec.num_experts
         self._local_of_E = local_index(list(range(experts)), experts).to(half.device)
         self._pending: list[StoredPending] = []
@@ -86,15 +86,10 @@ class StoredBackend(ExpertBackend[StoredPending]):
             self._woken.clear()
             return False
         first = min(self._pending, key=lambda pending: (pending.key.priority, pending.key.layer))
-        start_s = self._clock()
+        start_s = monotonic_s()
         arrived = self._store.wait_ready(first.key.layer, timeout_s)
         self._note_exposed(first, start_s)
         return arrived
-
-    @property
-    def yields(self) -> bool:
-        """True if the layers stay resident, so that others may run between steps."""
-        return not self._store.is_streamed
 
     @property
     def copy_s(self) -> float:
@@ -103,7 +98,7 @@ class StoredBackend(ExpertBackend[StoredPending]):
     def combine(
         self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None
     ) -> Steps[None]:
-        start_s, layer = self._clock(), pending.key.layer
+        start_s, layer = monotonic_s(), pending.key.layer
         held = self._store.fetch(layer)
         self._note_exposed(pending, start_s)
         yield from add_expert_sums(hidden_TD, pending.routed, held, self._local_of_E)
@@ -125,16 +120,5 @@ class StoredBackend(ExpertBackend[StoredPending]):
         self._timeline.exposed_s += waited_s - self._waited_s
         self._waited_s = waited_s
         key, tokens = pending.key, pending.routed.x_TD.shape[0]
-        end_s = self._clock()
-        self._timeline.add(
-            TaskSpan(
-                self._name,
-                Stage.WAIT,
-                start_s,
-                end_s,
-                key.batch,
-                key.layer,
-                key.micro_batch,
-                tokens=tokens,
-            )
-        )
+        task = key.batch, key.layer, key.micro_batch, 0, tokens
+        self._timeline.add(TaskSpan(self._name, Stage.WAIT, start_s, monotonic_s(), *task))

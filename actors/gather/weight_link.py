@@ -33,7 +33,6 @@ from actors.channels import handshake, local_process
 from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial, shut_down
-from actors.channels.local_process import LocalProcess
 from actors.channels.shm import FLAG_BYTES, check_memfd
 from actors.gather.device_segment import DeviceSegment, open_segment
 from contracts.clock import monotonic_s
@@ -191,11 +190,11 @@ class Segment:
     """A peer's segment, with the defaults of memory that stays as long as it is used.
 
     first_bytes, end_bytes: of its payload. in_turn: parts come from one peer at a time. posts: a
-    started copy is reported to the peer.
+    started copy is reported to the peer. ends_with_peer: the peer's end may free the memory.
     """
 
     first_bytes = end_bytes = 0
-    in_turn = posts = False
+    in_turn = posts = ends_with_peer = False
 
     @property
     def is_copied(self) -> bool:
@@ -204,10 +203,6 @@ class Segment:
     def copy(self, offset: int, into: Sequence[torch.Tensor]) -> None:
         """Start a copy, which has ended once `is_copied`. Raises PeerError."""
         raise NotImplementedError
-
-    def may_be_freed(self, process: LocalProcess | None) -> bool:
-        """Return whether the peer's end may free the memory."""
-        return False
 
     def close(self) -> None:
         """End what is under way."""
@@ -230,6 +225,8 @@ class HostSegment(Segment):
 class PeerGpuSegment(Segment):
     """Memory of another worker's GPU, opened at the first copy."""
 
+    ends_with_peer = True
+
     def __init__(self, peer: str, terms: Terms) -> None:
         self.end_bytes, self._peer, self._handle = terms.segment_bytes, peer, terms.handle
         self._opened: DeviceSegment | None = None
@@ -245,9 +242,6 @@ class PeerGpuSegment(Segment):
         except ChannelError as error:
             raise PeerError(f"{self._peer}: {error.message}", self._peer) from None
         self._opened.copy(offset, into)
-
-    def may_be_freed(self, process: LocalProcess | None) -> bool:
-        return process is not None and process.is_ending
 
 
 class WeightLink:
@@ -377,9 +371,11 @@ class WeightLink:
         """Release the slot. Copied bytes are valid only if the connection is still open."""
         self._into, self._pieces = [], []
         self.received_bytes += self._num_bytes
-        segment = self._segment
-        if segment is not None and (segment.may_be_freed(self.local_process) or self._is_closed()):
-            raise connection_closed(self.peer)
+        segment, process = self._segment, self.local_process
+        if segment is not None:
+            is_ending = segment.ends_with_peer and process is not None and process.is_ending
+            if is_ending or self._is_closed():
+                raise connection_closed(self.peer)
         self._send(DONE)
         return True
 

@@ -63,13 +63,12 @@ class WeightServer:
         me: Identity,
         terms: Terms,
         shard: Shard,
-        part_bytes: int,
         config: ChannelConfig,
         exchange: NcclExchange | None = None,
     ) -> None:
         """exchange: for peers on other nodes, if the shard is in the memory of a GPU."""
         self._me, self._terms, self._config = me, terms, config
-        self._shard, self._part_bytes, self._exchange = shard, part_bytes, exchange
+        self._shard, self._exchange = shard, exchange
         self._lock = threading.Lock()  # guards all below
         self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
         self._epochs: dict[str, int] = {}  # the newest of each name
@@ -135,8 +134,8 @@ class WeightServer:
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         """Answer requests until the connection ends. Raises OSError, PeerError."""
-        if sock.family == socket.AF_UNIX and self._shard.slots.segment is None:
-            socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
+        if sock.family == socket.AF_UNIX and self._shard.segment is None:
+            socket.send_fds(sock, [b"\0"], [self._shard.fd])
         process, part = peer_process(sock), None
         if sock.family != socket.AF_UNIX and self._exchange is not None:
             part = self._exchange.connect(sock, peer, serves=True)
@@ -150,12 +149,14 @@ class WeightServer:
             if process is not None:
                 process.close()
 
-    def _receive(self, sock: socket.socket, peer: str, expected: int) -> int:
-        """Return the layer of the next request, which must be of that kind."""
+    def _receive(
+        self, sock: socket.socket, peer: str, expected: int, expected_layer: int | None = None
+    ) -> int:
+        """Return the layer of the next request, which must be of that kind, and of that layer."""
         request = bytearray(REQUEST.size)
         receive_into(sock, memoryview(request), peer)
         kind, layer = REQUEST.unpack(request)
-        if kind != expected:
+        if kind != expected or expected_layer not in (None, layer):
             raise PeerError(f"{peer} sent a request out of turn", peer)
         return int(layer)
 
@@ -171,7 +172,7 @@ class WeightServer:
         try:
             if part is None:
                 self._send(sock, peer, layer, slot, process)
-                self._expect(sock, peer, DONE, layer)
+                self._receive(sock, peer, DONE, layer)
             else:
                 self._send_by_nccl(sock, peer, layer, slot, part)
         except BaseException:
@@ -180,15 +181,11 @@ class WeightServer:
         finally:
             self._shard.release(layer)
 
-    def _expect(self, sock: socket.socket, peer: str, kind: int, layer: int) -> None:
-        if self._receive(sock, peer, kind) != layer:
-            raise PeerError(f"{peer} sent a request out of turn", peer)
-
     def _send_by_nccl(
         self, sock: socket.socket, peer: str, layer: int, slot: int, part: NcclPart
     ) -> None:
         """Send a part to another node, once a stream is free, and wait for its end."""
-        exchange, pieces = self._exchange, self._shard.slots.pieces[slot]
+        exchange, pieces = self._exchange, self._shard.pieces[slot]
         assert exchange is not None
         while (stream := exchange.take_stream(self._config.heartbeat_interval_s)) is None:
             sock.sendall(REPLY.pack(KEEPALIVE, layer, 0))
@@ -198,9 +195,9 @@ class WeightServer:
                 part.transfer(pieces, stream)
             sock.sendall(REPLY.pack(DATA, layer, 0))
             if not part.leads:
-                self._expect(sock, peer, POSTED, layer)
+                self._receive(sock, peer, POSTED, layer)
                 part.transfer(pieces, stream)
-            self._expect(sock, peer, DONE, layer)
+            self._receive(sock, peer, DONE, layer)
             set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)
         except BaseException:
             shut_down(sock)
@@ -209,7 +206,7 @@ class WeightServer:
         finally:
             exchange.return_stream(stream)
         with self._lock:
-            self.sent_bytes += self._part_bytes
+            self.sent_bytes += self._shard.part.num_bytes
 
     def _wait_for(self, sock: socket.socket, peer: str, layer: int) -> int:
         """Return the layer's slot once it is loaded; send keepalives meanwhile."""
@@ -232,19 +229,19 @@ class WeightServer:
     def _send(
         self, sock: socket.socket, peer: str, layer: int, slot: int, process: LocalProcess | None
     ) -> None:
-        offset = self._shard.slots.offset_bytes(slot)
+        offset = self._shard.offset_bytes(slot)
         with self._lock:
-            self.sent_bytes += self._part_bytes
+            self.sent_bytes += self._shard.part.num_bytes
         if sock.family == socket.AF_UNIX:
             sock.sendall(REPLY.pack(DATA, layer, offset))
             return
-        sock.sendall(REPLY.pack(DATA, layer, self._part_bytes))
-        end, progress_s = offset + self._part_bytes, monotonic_s()
+        sock.sendall(REPLY.pack(DATA, layer, self._shard.part.num_bytes))
+        end, progress_s = offset + self._shard.part.num_bytes, monotonic_s()
         timeout_s = self._config.heartbeat_timeout_s
         while offset < end:
             try:
                 count = min(end - offset, _SEND_BYTES)
-                offset += os.sendfile(sock.fileno(), self._shard.slots.fd, offset, count)
+                offset += os.sendfile(sock.fileno(), self._shard.fd, offset, count)
                 progress_s = monotonic_s()
             except BlockingIOError:  # SO_SNDTIMEO
                 if is_hung(monotonic_s() - progress_s, timeout_s, process):

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,15 +20,9 @@ from actors.channels.shm import FLAG_BYTES, create_memfd, map_memfd
 from actors.gather.device_segment import DeviceSegment, DeviceShardMemory
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import HostSource
 
 _TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"
-
-
-class PartSource(Protocol):
-    """Source of experts [first, last) of a layer: the checkpoint, or a host store."""
-
-    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fill `into`, the pieces of these experts in the source's layout."""
 
 
 class ExpertRange:
@@ -45,128 +38,79 @@ class ExpertRange:
         return self.layout.pieces(self.layout.views(memory, count), 0, count)
 
 
-class ShardSlots:
-    """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start.
-
-    segment: on a GPU, instead of `fd`.
-    """
-
-    def __init__(self, part: ExpertRange, count: int) -> None:
-        """Allocate the segment. Raises ChannelError if memory is short."""
-        self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.payload_bytes = max(count * self._stride, ALIGNMENT_BYTES)
-        self.segment: DeviceSegment | None = None
-        self.fd, self._first_bytes = -1, 0
-        self.fill: Callable[[Callable[[], None]], None] = lambda copies: copies()
-        if part.layout.device.type == "cuda":
-            on_device = DeviceShardMemory(self.payload_bytes, part.layout.device)
-            self.segment, self.fill = on_device.segment, on_device.fill
-            memory = on_device.memory
-        else:
-            self.fd, self._first_bytes = (
-                create_memfd(self.payload_bytes, advice=_TOO_LARGE),
-                FLAG_BYTES,
-            )
-            memory = map_memfd(self.fd, self.payload_bytes).views.memory
-        self.pieces = [
-            part.pieces(memory[slot * self._stride : slot * self._stride + part.num_bytes])
-            for slot in range(count)
-        ]
-
-    def offset_bytes(self, slot: int) -> int:
-        return self._first_bytes + slot * self._stride
-
-    def close(self) -> None:
-        """Close the descriptor. May be called twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
 class Shard:
-    """Slots by layer, used by the server's thread and by the worker's own copies.
+    """Slots by layer, used by the server's threads and by the worker's own copies.
 
     Call `request` once per use, `take` until the layer is loaded, `release` after copying; or
-    `cancel` instead if the layer is no longer needed.
+    `cancel` instead if the layer is no longer needed. A slot of a window is refilled when its layer
+    is neither requested nor in use, the least recently used first.
+
+    fd: of the segment; may be passed to a peer. segment: on a GPU, instead of `fd`. pieces: of each
+    slot.
     """
 
-    def __init__(self, layers: Sequence[int], slots: ShardSlots) -> None:
-        self.slots = slots
+    def __init__(
+        self,
+        layers: Sequence[int],
+        part: ExpertRange,
+        source: HostSource,
+        window: int | None = None,
+    ) -> None:
+        """Allocate the segment. window: number of slots; None: all layers are read now, and stay.
+
+        Raises ChannelError if memory is short.
+        """
+        self.part, self._source = part, source
         self._layers = list(layers)
+        count = len(layers) if window is None else min(window, len(layers))
+        stride = self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.payload_bytes = max(count * stride, ALIGNMENT_BYTES)
+        self.segment: DeviceSegment | None = None
+        self.fd, self._first_bytes = -1, 0
+        self._fill_slot: Callable[[Callable[[], None]], None] = lambda copies: copies()
+        if part.layout.device.type == "cuda":
+            on_device = DeviceShardMemory(self.payload_bytes, part.layout.device)
+            self.segment, self._fill_slot = on_device.segment, on_device.fill
+            memory = on_device.memory
+        else:
+            self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
+            self._first_bytes = FLAG_BYTES
+            memory = map_memfd(self.fd, self.payload_bytes).views.memory
+        self.pieces = [
+            part.pieces(memory[slot * stride : slot * stride + part.num_bytes])
+            for slot in range(count)
+        ]
+        self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
+        self._free = list(range(count))
+        self._requested: Counter[int] = Counter()
+        self._in_use: Counter[int] = Counter()
+        self._ahead = self._layers[:count]
+        self._error: str | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        if window is None:
+            for slot, layer in enumerate(layers):
+                self._read(layer, slot)
+            self._held = dict(zip(layers, range(count), strict=True))
+            return
+        self._thread = threading.Thread(target=self._fill, name="shard-window", daemon=True)
+        self._thread.start()
+
+    def offset_bytes(self, slot: int) -> int:
+        """Return where a slot starts in the segment."""
+        return self._first_bytes + slot * self._stride
 
     def request(self, layer: int) -> None:
         """Raise ChannelError for a layer that is not in the shard."""
         if layer not in self._layers:
             raise ChannelError(f"layer {layer} is not in this shard")
-
-    def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
-        """Return a layer's slot, fixed until `release`; None at timeout_s. Raises ChannelError."""
-        raise NotImplementedError
-
-    def cancel(self, layer: int) -> None:
-        """Withdraw a request."""
-
-    def release(self, layer: int) -> None:
-        """Allow the slot to be refilled."""
-
-    def wait(self, layer: int, deadline_s: float) -> int:
-        """Request a layer and return its slot once loaded. Raises ChannelError at the deadline."""
-        self.request(layer)
-        slot = self.take(layer, deadline_s)
-        if slot is None:
-            self.cancel(layer)
-            raise ChannelError(
-                f"layer {layer} was not read from the host store in {deadline_s:g} s"
-            )
-        return slot
-
-    def close(self) -> None:
-        self.slots.close()
-
-
-class ResidentShard(Shard):
-    """All layers, read at once; every layer stays."""
-
-    def __init__(self, layers: Sequence[int], part: ExpertRange, source: PartSource) -> None:
-        super().__init__(layers, ShardSlots(part, len(layers)))
-        for layer, pieces in zip(layers, self.slots.pieces, strict=True):
-            self.slots.fill(partial(source.copy_part, layer, part.first, part.last, pieces))
-
-    def take(self, layer: int, timeout_s: float = 0.0) -> int:
-        return self._layers.index(layer)
-
-
-class WindowedShard(Shard):
-    """`window` layers, filled by a thread.
-
-    Requested layers are read first, then those after the layer taken last, in the order of a pass.
-    A slot is refilled when its layer is neither requested nor in use, the least recently used
-    first.
-    """
-
-    def __init__(
-        self, layers: Sequence[int], part: ExpertRange, source: PartSource, window: int
-    ) -> None:
-        super().__init__(layers, ShardSlots(part, min(window, len(layers))))
-        self._part, self._source = part, source
-        self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
-        self._free = list(range(len(self.slots.pieces)))
-        self._requested: Counter[int] = Counter()
-        self._in_use: Counter[int] = Counter()
-        self._ahead = list(layers[: len(self.slots.pieces)])
-        self._error: str | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._fill, name="shard-window", daemon=True)
-        self._thread.start()
-
-    def request(self, layer: int) -> None:
-        super().request(layer)
         with self._changed:
             self._requested[layer] += 1
             self._changed.notify_all()
 
     def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
+        """Return a layer's slot, fixed until `release`; None at timeout_s. Raises ChannelError."""
         with self._changed:
             self._changed.wait_for(
                 lambda: layer in self._held or self._error is not None or self._closed, timeout_s
@@ -180,27 +124,44 @@ class WindowedShard(Shard):
             self._forget(self._requested, layer)
             self._in_use[layer] += 1
             after = self._layers.index(layer) + 1
-            count = len(self.slots.pieces) - 1
+            count = len(self.pieces) - 1
             self._ahead = (self._layers[after:] + self._layers[:after])[:count]
             self._changed.notify_all()
             return slot
 
+    def wait(self, layer: int, deadline_s: float) -> int:
+        """Request a layer and return its slot once loaded. Raises ChannelError at the deadline."""
+        self.request(layer)
+        slot = self.take(layer, deadline_s)
+        if slot is None:
+            self.cancel(layer)
+            raise ChannelError(
+                f"layer {layer} was not read from the host store in {deadline_s:g} s"
+            )
+        return slot
+
     def cancel(self, layer: int) -> None:
+        """Withdraw a request."""
         with self._changed:
             self._forget(self._requested, layer)
             self._changed.notify_all()
 
     def release(self, layer: int) -> None:
+        """Allow the slot to be refilled."""
         with self._changed:
             self._forget(self._in_use, layer)
             self._changed.notify_all()
 
     def close(self) -> None:
+        """End the thread and close the descriptor. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(10.0)
-        super().close()
+        if self._thread is not None:
+            self._thread.join(10.0)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     @staticmethod
     def _forget(counts: Counter[int], layer: int) -> None:
@@ -208,15 +169,16 @@ class WindowedShard(Shard):
         if counts[layer] <= 0:
             del counts[layer]
 
+    def _read(self, layer: int, slot: int) -> None:
+        part, pieces = self.part, self.pieces[slot]
+        self._fill_slot(partial(self._source.copy_part, layer, part.first, part.last, pieces))
+
     def _fill(self) -> None:
         while (step := self._next()) is not None:
             layer, slot = step
-            part, error = self._part, None
+            error = None
             try:
-                pieces = self.slots.pieces[slot]
-                self.slots.fill(
-                    partial(self._source.copy_part, layer, part.first, part.last, pieces)
-                )
+                self._read(layer, slot)
             except Exception as problem:  # noqa: BLE001 - it is raised by every `take`
                 error = f"layer {layer} cannot be read: {problem}"
             with self._changed:

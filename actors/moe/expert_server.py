@@ -31,8 +31,8 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
-from actors.moe.device_dispatch import PACKET_PARTS
 from actors.moe.direct_calls import CallServer, ServedCall
+from actors.moe.dispatch import PACKET_PARTS
 from actors.moe.rank_experts import DevicePairs, MergedPairs, RankExperts
 from actors.telemetry.telemetry import SpanGroup, Timeline
 from contracts.clock import Clock
@@ -70,35 +70,23 @@ def merge(packets: list[Packet]) -> MergedGroups:
 
     Those of a device are sorted later, there.
     """
-    if len(packets[0].tensors) == PACKET_PARTS:
-        return _merge_on_device(packets)
-    if len(packets) == 1:
-        x_UD, rows_N, weights_N, counts_e = packets[0].tensors
-        return MergedGroups(MergedPairs(x_UD, rows_N, weights_N, counts_e), [0, x_UD.shape[0]])
-    first_row = [0]
-    rows, experts = [], []
-    for packet in packets:
-        x_UD, rows_N, _, counts_e = packet.tensors
-        rows.append(rows_N + first_row[-1])
-        experts.append(torch.arange(len(counts_e), device=x_UD.device).repeat_interleave(counts_e))
-        first_row.append(first_row[-1] + x_UD.shape[0])
-    order_N = torch.cat(experts).argsort(stable=True)
-    pairs = MergedPairs(
-        torch.cat([packet.tensors[0] for packet in packets]),
-        torch.cat(rows)[order_N],
-        torch.cat([packet.tensors[2] for packet in packets])[order_N],
-        torch.stack([packet.tensors[3] for packet in packets]).sum(0),
-    )
-    return MergedGroups(pairs, first_row)
-
-
-def _merge_on_device(packets: list[Packet]) -> MergedGroups:
     first_row = [0, *itertools.accumulate(packet.rows for packet in packets)]
+    on_device = len(packets[0].tensors) == PACKET_PARTS
     if len(packets) == 1:
-        return MergedGroups(DevicePairs(*packets[0].tensors), first_row)
-    x_of, pairs_of, counts_of = zip(*(packet.tensors for packet in packets), strict=True)
-    counts_e = torch.stack(counts_of).sum(0, dtype=torch.int32)
-    return MergedGroups(DevicePairs(torch.cat(x_of), torch.cat(pairs_of), counts_e), first_row)
+        pairs = (DevicePairs if on_device else MergedPairs)(*packets[0].tensors)
+        return MergedGroups(pairs, first_row)
+    x_of, *parts_of, counts_of = zip(*(packet.tensors for packet in packets), strict=True)
+    x_UD, counts_Pe = torch.cat(x_of), torch.stack(counts_of)
+    if on_device:
+        counts_e = counts_Pe.sum(0, dtype=torch.int32)
+        return MergedGroups(DevicePairs(x_UD, torch.cat(parts_of[0]), counts_e), first_row)
+    rows_of, weights_of = parts_of
+    local_e = torch.arange(counts_Pe.shape[1], device=x_UD.device)
+    local_N = torch.cat([local_e.repeat_interleave(counts_e) for counts_e in counts_of])
+    order_N = local_N.argsort(stable=True)
+    rows_N = torch.cat([rows_N + first for rows_N, first in zip(rows_of, first_row, strict=False)])
+    weights_N = torch.cat(weights_of)[order_N]
+    return MergedGroups(MergedPairs(x_UD, rows_N[order_N], weights_N, counts_Pe.sum(0)), first_row)
 
 
 class MergedCall:
@@ -140,7 +128,7 @@ class PlacementHandler:
     """Handles placement packets on the server's thread; keeps the launch placement by default."""
 
     def handle(self, packet: Packet) -> None:
-        """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING."""
+        """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING; ignore other kinds."""
 
     def add_peer(self, peer: str) -> None: ...
 
@@ -180,7 +168,6 @@ class ExpertServer:
         experts: RankExperts,
         *,
         timeline: Timeline,
-        clock: Clock,
         choice: Preemption[QueueHead] | None = None,
         generations: PlacementHandler | None = None,
         device: torch.device = _CPU,
@@ -189,7 +176,7 @@ class ExpertServer:
         self._endpoint = endpoint
         self._experts = experts
         self._timeline = timeline
-        self._clock = clock
+        self._clock = endpoint.clock
         self._choice = choice
         self._generations = generations or PlacementHandler()
         self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)
@@ -280,22 +267,17 @@ class ExpertServer:
 
     def _handle_control(self, packet: Packet) -> None:
         kind, generation = packet.header.kind, packet.header.generation
-        if kind in (
-            PacketKind.ABORTED,
-            PacketKind.COMMITTED,
-            PacketKind.ACQUIRE,
-            PacketKind.RELEASE,
-            PacketKind.DRAINING,
-        ):
-            self._generations.handle(packet)
-        elif kind is PacketKind.HINT and self._experts.holds(generation):
-            self._experts.prefetch(packet)
+        if kind is PacketKind.HINT:
+            if self._experts.holds(generation):
+                self._experts.prefetch(packet)
         elif kind is PacketKind.A2E:  # the rank's experts differ from those addressed
             self._endpoint.drop(
                 packet.peer,
                 f"{packet.peer} sent tokens for generation {generation} of the placement, which "
                 f"{self._endpoint.name} does not have: restart it with the group",
             )
+        else:
+            self._generations.handle(packet)
 
     def _discard(self, generation: int) -> None:
         """Drop work of a freed generation; its batches were dropped."""
@@ -439,25 +421,13 @@ class ExpertServer:
 
     def _add_span(self, stage: Stage, start_s: float, end_s: float, call: MergedCall) -> None:
         """Record a span; without tokens if the call was interrupted, as its time is not theirs."""
-        first, tokens = call.packets[0].header, 0 if call.interrupted else call.tokens
-        name, group = self._endpoint.name, first.token_group
+        name, first = self._endpoint.name, call.packets[0].header
+        tokens = 0 if call.interrupted else call.tokens
+        task = first.batch, first.layer, first.micro_batch, first.token_group, tokens
         batches = tuple((packet.peer, packet.header.batch) for packet in call.packets)
 
         def record(start_s: float, end_s: float) -> None:
-            self._timeline.add(
-                TaskSpan(
-                    name,
-                    stage,
-                    start_s,
-                    end_s,
-                    first.batch,
-                    first.layer,
-                    first.micro_batch,
-                    group,
-                    tokens,
-                    batches,
-                )
-            )
+            self._timeline.add(TaskSpan(name, stage, start_s, end_s, *task, batches))
 
         self._work.measure(start_s, end_s, record)
 

@@ -1,13 +1,15 @@
 """Experts on expert ranks: rows leave in A2E packets, answers (E2A) are added to the residual.
 
-Packets are written directly into the channel's memory; rows are not copied in between.
+Packets are written directly into the channel's memory; rows are not copied in between. After a loss
+the slices of the lost rank are cut again for the ranks that hold its experts. Pairs keep their
+weights and tokens, and slices with a reply are not sent again.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,14 +26,18 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
-from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
+from actors.moe.backend import (
+    ExpertBackend,
+    ExpertPrefetcher,
+    MicroBatchId,
+    TaskKey,
+    Topology,
+    TopologySource,
+)
 from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
-from actors.moe.dispatch import DispatchCounts
-from actors.moe.prefetcher import ExpertPrefetcher
-from actors.moe.remote_pending import PacketPlanner, Piece, RemotePending, send_slice
+from actors.moe.dispatch import DispatchCounts, PacketPlanner, Piece, send_slice
 from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
 from contracts.plan import Plan
@@ -44,16 +50,93 @@ from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
+from planner.placement.slots import LayerSlots
 from planner.schedule.batch_plan import token_group_bounds
 
-log = logging.getLogger("tandem.experts")
+Reply = tuple[int, int]  # token group, expert rank
+
+
+@dataclass(slots=True, eq=False)
+class RemotePending:
+    """Handle of one dispatched layer.
+
+    x_TD: source of rows that are sent again. placed, used: the placement of the slices and its
+    generation. present: the base generation, for `end_layer`. sent_s: time of the last send.
+    """
+
+    key: TaskKey
+    x_TD: Tensor
+    slices: Sequence[Piece]
+    placed: LayerSlots
+    used: int
+    present: int
+    missing: int = field(init=False)
+    sent_s: float = 0.0
+    replies: dict[Reply, Packet] = field(default_factory=dict)
+    _held: set[Reply] = field(default_factory=set)  # slices that cannot be sent yet
+    _resent: dict[Reply, tuple[LayerSlots, int]] = field(default_factory=dict)  # their placement
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.slices)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def waits(self) -> bool:
+        """True if a slice cannot be sent yet."""
+        return bool(self._held)
+
+    @property
+    def in_use(self) -> set[int]:
+        """Generations whose replies may still arrive."""
+        return {self.used, *(used for _, used in self._resent.values())}
+
+    def under_way(self) -> Iterable[Piece]:
+        """Yield the slices that were sent and have no reply."""
+        for piece in self.slices:
+            reply = piece.token_group, piece.rank
+            if reply not in self.replies and reply not in self._held:
+                yield piece
+
+    def hold(self, piece: Piece) -> None:
+        self._held.add((piece.token_group, piece.rank))
+
+    def lose(self, rank: int) -> None:
+        """Hold the slices of a lost rank that have no reply."""
+        for piece in list(self.under_way()):
+            if piece.rank == rank:
+                self.hold(piece)
+
+    def cut(self, placed: LayerSlots, used: int) -> list[Piece]:
+        """Cut the held slices by the placement of generation `used`; return those to send."""
+        held, self._held = self._held, set()
+        slices: list[Piece] = []
+        found: list[Piece] = []
+        group = 1 + max(piece.token_group for piece in self.slices)
+        for piece in self.slices:
+            reply = piece.token_group, piece.rank
+            if reply not in held:
+                slices.append(piece)
+                continue
+            before, generation = self._resent.pop(reply, (self.placed, self.used))
+            same = generation == used
+            pieces = [piece] if same else piece.recut(before, placed, group)
+            group += len(pieces)
+            self._resent.update({(one.token_group, one.rank): (placed, used) for one in pieces})
+            slices += pieces
+            found += pieces
+        self.missing += len(slices) - len(self.slices)
+        self.slices = slices
+        return found
 
 
 class RemoteBackend(ExpertBackend[RemotePending]):
     """One attention rank's connection to all expert ranks.
 
     If the source of the topology `replaces` lost ranks, rows sent to one are sent again to the rank
-    that holds its experts then; else a loss makes the backend unusable.
+    that holds its experts then; else a loss makes the backend unusable. counts: of what is sent.
     """
 
     fatal = PeerError
@@ -64,13 +147,11 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         endpoint: Endpoint,
         source: TopologySource,
         timeline: Timeline,
-        clock: Clock,
         *,
         reply_timeout_s: float = ChannelConfig().reply_timeout_s,
         recovery_timeout_s: float = GroupsConfig().recovery_timeout_s,
         predictor: ExpertPredictor | None = None,
         sample: RoutingSample | None = None,
-        counts: DispatchCounts | None = None,
         half: AttentionHalf | None = None,
     ) -> None:
         """Set up a backend. half: enables direct calls.
@@ -80,17 +161,17 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         """
         self._endpoint = endpoint
         self._timeline = timeline
-        self._clock = clock
+        self._clock = endpoint.clock
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
         self._last_reply_s: dict[str, float] = {}  # by expert rank
         self._source = source
         self._half = half
         self._sample = sample
-        self._counts = counts or DispatchCounts(len(source.topology.experts))
-        self._packets = PacketPlanner(self._counts, sample, clock)
+        self.counts = DispatchCounts(len(source.topology.experts))
+        self._packets = PacketPlanner(self.counts, sample, endpoint.clock)
         self._decoder: RemoteLayerDecoder | None = None
         self._use(source.topology)
-        self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
+        self._pending: dict[MicroBatchId, RemotePending] = {}
         self._prefetcher = ExpertPrefetcher(predictor, self._hint)
 
     def _use(self, topology: Topology) -> None:
@@ -105,7 +186,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         if half is None or self._prefetcher.is_enabled or not RemoteLayerDecoder.supports(half):
             return None
         parts = DirectCalls(
-            self._endpoint, half, self._counts, self._timeline, self._sample, self._source
+            self._endpoint, half, self.counts, self._timeline, self._sample, self._source
         )
         self._decoder = RemoteLayerDecoder(parts, kv, self._topology)
         return self._decoder
@@ -137,26 +218,22 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         return pending
 
     def _send(self, pending: RemotePending, slices: Sequence[Piece]) -> None:
+        key = pending.key
         for piece in slices:
-            pending.sent_s = self._clock()
+            header = self._header(PacketKind.A2E, key, key.layer, piece.token_group)
+            pending.sent_s = header.sent_s
             if piece.rank in self._topology.unreachable:
                 pending.hold(piece)
                 continue
             try:
-                self._send_slice(pending.key, piece, pending.x_TD, pending.sent_s)
+                peer = self._topology.experts[piece.rank]
+                send_slice(self._endpoint, peer, header, piece, pending.x_TD)
             except PeerError:  # `poll` reports it
                 if not self._source.replaces:
                     raise
                 pending.hold(piece)
 
-    def _send_slice(self, key: TaskKey, piece: Piece, x_TD: Tensor, sent_s: float) -> None:
-        header = self._header(PacketKind.A2E, key, key.layer, piece.token_group, sent_s)
-        peer = self._topology.experts[piece.rank]
-        send_slice(self._endpoint, peer, header, piece, x_TD)
-
-    def _header(
-        self, kind: PacketKind, key: TaskKey, layer: int, token_group: int, sent_s: float
-    ) -> Header:
+    def _header(self, kind: PacketKind, key: TaskKey, layer: int, token_group: int = 0) -> Header:
         return Header(
             kind,
             self._endpoint.epoch,
@@ -165,7 +242,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             key.micro_batch,
             token_group,
             key.priority,
-            sent_s,
+            self._clock(),
             self._topology.generation,
         )
 
@@ -182,7 +259,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
             there_n = (slots_n >= low) & (slots_n < high)
             if there_n.any():
                 local_n = (slots_n[there_n] - low).astype(np.int32)
-                header = self._header(PacketKind.HINT, key, layer, 0, self._clock())
+                header = self._header(PacketKind.HINT, key, layer)
                 hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n[there_n])]
                 with suppress(ChannelError):
                     send_tensors(self._endpoint, self._topology.experts[rank], header, hint)

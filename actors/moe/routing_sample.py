@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batching.batch_builder import Chunk
+from actors.moe.backend import MicroBatchId
 from contracts.clock import Clock
 from contracts.planner_messages import RoutingSampleReport
 
@@ -22,8 +23,6 @@ MOST_UNDER_WAY = 64  # micro-batches; those of dropped batches never end
 
 RoutingPaths = NDArray[np.int16]
 MakeRouting = Callable[[], RoutingSampleReport]
-MicroBatchId = tuple[int, int]
-"""Batch, micro-batch."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from actors.moe.backend import ExpertBackend, TaskKey
-from actors.moe.prefetcher import ExpertPrefetcher, PendingPrediction
+from actors.moe.backend import ExpertBackend, ExpertPrefetcher, PendingPrediction, TaskKey
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import Clock
+from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
@@ -72,14 +71,13 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         half: AttentionHalf,
         held: DeviceCache,
         timeline: Timeline,
-        clock: Clock,
         predictor: ExpertPredictor | None = None,
         *,
         deadline_s: float,
     ) -> None:
         self._name, self._half, self._held = name, half, held
         self._cache, self._lane = held.cache, held.lane
-        self._timeline, self._clock, self._deadline_s = timeline, clock, deadline_s
+        self._timeline, self._deadline_s = timeline, deadline_s
         self._prefetcher = ExpertPrefetcher(predictor, self._hint, self._cache.forget_hints)
         self._pending: list[DevicePending] = []
         self._woken = threading.Event()
@@ -91,7 +89,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
         if self._prefetcher.is_enabled:
             ids = self._lane.fetch(subsample(token_ids_T))
-            self._wait_for(ids, self._clock(), "token ids of a batch")
+            self._wait_for(ids, monotonic_s(), "token ids of a batch")
             self._prefetcher.prepare(key, ids.tensor)
 
     def dispatch(
@@ -102,7 +100,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         held = self._held
         pairs_sum = device_sum(routed, key.layer, held)
         pending = DevicePending(key, routed, ids, pairs_sum)
-        pending.prediction, pending.since_s = prediction, self._clock()
+        pending.prediction, pending.since_s = prediction, monotonic_s()
         self._pending.append(pending)
         self._cache.wait(0.0)  # starts copies of hints
         return pending
@@ -117,11 +115,11 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         if not waiting:
             return self._cache.wait(timeout_s)
         first = min(waiting, key=lambda each: each.since_s)
-        start_s = self._clock()
+        start_s = monotonic_s()
         arrived = self._wait_until(
             lambda: any(each.is_complete for each in self._pending), timeout_s
         )
-        end_s = self._clock()
+        end_s = monotonic_s()
         self._timeline.add(TaskSpan(self._name, Stage.WAIT, start_s, end_s))
         if not arrived:
             self._check(first.since_s, f"ids of layer {first.key.layer}")
@@ -174,7 +172,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         prediction, pending.prediction = pending.prediction, None
         if prediction is None:
             return
-        self._wait_for(prediction.ids, self._clock(), "predicted experts")
+        self._wait_for(prediction.ids, monotonic_s(), "predicted experts")
         self._prefetcher.deliver(pending.key, prediction)
         self._cache.wait(0.0)  # starts the copies
 
@@ -184,9 +182,9 @@ class DeviceBackend(ExpertBackend[DevicePending]):
 
     def _wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until ready, woken or timed out, by polling: a device sends no notification."""
-        start_s = self._clock()
+        start_s = monotonic_s()
         while not is_ready():
-            spent_s = self._clock() - start_s
+            spent_s = monotonic_s() - start_s
             if spent_s >= timeout_s:
                 return False
             if spent_s > _SPIN_S and self._woken.wait(_NAP_S):
@@ -195,7 +193,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         return True
 
     def _check(self, since_s: float, what: str) -> None:
-        waited_s = self._clock() - since_s
+        waited_s = monotonic_s() - since_s
         if waited_s > self._deadline_s:
             raise ChannelError(
                 f"{what} have not arrived from {self._half.device} for {waited_s:.1f} s; see "
@@ -230,14 +228,12 @@ class CachedBackend(ExpertBackend[CachedPending]):
         half: AttentionHalf,
         cache: ExpertCache,
         timeline: Timeline,
-        clock: Clock,
         predictor: ExpertPredictor | None = None,
     ) -> None:
         self._prefetcher = ExpertPrefetcher(predictor, self._hint, cache.forget_hints)
         self._name = name
         self._cache = cache
         self._timeline = timeline
-        self._clock = clock
         self._clamped = clamped_gate(half.spec)
         experts = half.spec.num_experts
         self._identity_E = local_index(list(range(experts)), experts)
@@ -269,9 +265,9 @@ class CachedBackend(ExpertBackend[CachedPending]):
         return self._wait(timeout_s) if self._pending else self._cache.wait(timeout_s)
 
     def _wait(self, timeout_s: float) -> bool:
-        start_s, before_s = self._clock(), self._cache.traffic.waited_s
+        start_s, before_s = monotonic_s(), self._cache.traffic.waited_s
         arrived = self._cache.wait(timeout_s)
-        end_s = self._clock()
+        end_s = monotonic_s()
         self._timeline.exposed_s += self._cache.traffic.waited_s - before_s
         self._timeline.add(TaskSpan(self._name, Stage.WAIT, start_s, end_s))
         return arrived

@@ -61,7 +61,7 @@ class _TensorSlice(NamedTuple):
 class ExpertFile:
     """Places of the parts of experts in the file, and of their bytes in a slot.
 
-    `descriptor` reads the file; past the page cache if it `is_direct`, then in multiples of
+    `descriptor` reads the file; past the page cache with direct_io, then in multiples of
     ALIGNED.
     """
 
@@ -84,14 +84,6 @@ class ExpertFile:
     @property
     def parts(self) -> int:
         return len(self._ranges)
-
-    @property
-    def size(self) -> int:
-        return len(self._first_of) * self._experts * self.record_bytes
-
-    @property
-    def is_direct(self) -> bool:
-        return self._direct is not None
 
     @property
     def descriptor(self) -> int:

@@ -35,7 +35,6 @@ from actors.channels.link import Link, LinkSockets
 from actors.engine.executor import Executor, ExecutorParts
 from actors.kv.block_manager import BlockManager
 from actors.moe.backend import Topology, TopologySource
-from actors.moe.dispatch import DispatchCounts
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
@@ -118,9 +117,9 @@ class StageProbe:
         attention_end, expert_ends = connected_endpoints(names, clock, device)
         self._ends = (attention_end, *expert_ends)
         timeline = _span_timeline(self._spans)
-        self._counts = DispatchCounts(expert_ranks)
         source = TopologySource(Topology(0, ExpertPlacement(in_order), tuple(names)))
-        backend = RemoteBackend(attention_end, source, timeline, clock, counts=self._counts)
+        backend = RemoteBackend(attention_end, source, timeline)
+        self._counts = backend.counts
         self._blocks = -(-pool_tokens // BLOCK_TOKENS)
         self._finisher = Finisher(half, max_context_tokens=self.spec.max_context_tokens)
         self._computes_logits = False
@@ -136,9 +135,7 @@ class StageProbe:
             clock=clock,
         )
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
-        self._experts = ProbedExperts(
-            expert_ends, checkpoint, self.spec, in_order, dtype, clock, device
-        )
+        self._experts = ProbedExperts(expert_ends, checkpoint, self.spec, in_order, dtype, device)
 
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> ProbedPass:
         """Run one micro-batch of (start, stop) chunks through all layers.
@@ -400,7 +397,6 @@ class ProbedExperts:
         spec: ModelSpec,
         placement: Placement,
         dtype: torch.dtype,
-        clock: Clock,
         device: torch.device,
     ) -> None:
         """Load each rank's experts under `placement`. Raises CheckpointError."""
@@ -415,7 +411,6 @@ class ProbedExperts:
                 end,
                 ResidentExperts(recording_half),
                 timeline=_span_timeline(spans),
-                clock=clock,
                 device=device,
             )
             self._ranks.append(_ProbedRank(recording_half, server, spans))

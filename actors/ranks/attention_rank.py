@@ -16,7 +16,6 @@ from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.heartbeat import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.moe.dispatch import DispatchCounts
 from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
 from actors.offload.cache_factory import predictor
@@ -165,22 +164,19 @@ def _experts(
         clock=monotonic_s,
     )
     _register_metrics(client, spec.name, recorded.metrics)
-    counts = DispatchCounts(spec.placement.ranks)
-    counts.show(recorded.metrics, spec.name)
     # On a device a prediction would be read by the host.
     predicts = config.experts.is_bounded and not runs_on_device(half.device)
     backend = RemoteBackend(
         endpoint,
         client,
         recorded.timeline,
-        monotonic_s,
         reply_timeout_s=config.channel.reply_timeout_s,
         recovery_timeout_s=config.groups.recovery_timeout_s,
         predictor=predictor(spec, half) if predicts else None,
         sample=sample,
-        counts=counts,
         half=half,
     )
+    backend.counts.show(recorded.metrics, spec.name)
     return backend, client
 
 

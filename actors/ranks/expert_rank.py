@@ -12,10 +12,9 @@ import torch
 
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.moe.device_experts import DeviceCachedExperts
 from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
-from actors.moe.rank_experts import CachedExperts, ResidentExperts
+from actors.moe.rank_experts import CachedExperts, DeviceCachedExperts, ResidentExperts
 from actors.offload.cache_factory import device_cache, expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import SpanRecorder, expert_report
@@ -74,7 +73,6 @@ def expert_rank(spec: RankSpec) -> Rank:
         endpoint,
         experts,
         timeline=recorded.timeline,
-        clock=monotonic_s,
         choice=choice,
         generations=rebalancer,
         device=device,

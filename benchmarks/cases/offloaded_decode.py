@@ -33,7 +33,6 @@ from actors.offload.file_tier import ENTRIES, FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.larger_experts import LargerTier
-from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.routing import local_index
@@ -164,9 +163,7 @@ class Offloaded:
             kind: Any = None if hints == "best" else hints
             self.predictor = ExpertPredictor(model.half, model.profile, kind)
         timeline = Timeline(0)
-        self.backend = CachedBackend(
-            "bench", model.half, self.cache, timeline, monotonic_s, self.predictor
-        )
+        self.backend = CachedBackend("bench", model.half, self.cache, timeline, self.predictor)
 
     def run(
         self, model: Model, ids: Sequence[int], requested: dict[tuple[int, int], Ids]

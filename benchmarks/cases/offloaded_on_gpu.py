@@ -44,7 +44,6 @@ from benchmarks.support.gpu_rates import (
 from benchmarks.support.imposed_routing import ImposedPredictor, ImposedRouting
 from benchmarks.support.offloaded_report import shortened, summarise
 from benchmarks.support.random_in_memory import SHAPES, random_offloaded
-from contracts.clock import monotonic_s
 from contracts.machine import available_bytes
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -82,7 +81,7 @@ class Variant:
         self.held, half = held, bench.model.attention
         self.predictor = None if precision is None else ImposedPredictor(half, precision)
         self.backend = DeviceBackend(
-            "bench", half, held, Timeline(0), monotonic_s, self.predictor, deadline_s=DEADLINE_S
+            "bench", half, held, Timeline(0), self.predictor, deadline_s=DEADLINE_S
         )
 
     def add(self, step: int, layer: int, hidden_TD: Tensor, routed: Any, batch: int) -> None:

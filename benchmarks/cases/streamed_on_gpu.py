@@ -75,7 +75,7 @@ class Worker:
         longest = model.layout.spec.max_context_tokens
         self._finisher = Finisher(model.attention, max_context_tokens=longest)
         timeline = Timeline(0)
-        backend = StoredBackend(name, model.attention, store, timeline, monotonic_s)
+        backend = StoredBackend(name, model.attention, store, timeline)
         self._parts = ExecutorParts(
             name, model.attention, kv, backend, self._finisher, timeline, monotonic_s
         )

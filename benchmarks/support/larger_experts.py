@@ -1,6 +1,8 @@
 """A file of experts that is read as if they were larger: so many bytes are read and copied for
 each, of which its own are used. Reads and copies are real, their ratio to the compute is chosen."""
 
+import os
+
 from actors.offload.file_tier import PART_BYTES, ExpertFile, FileRange, FileTier
 from models.experts.expert_format import SlotMemory
 
@@ -9,7 +11,7 @@ class LargerTier(FileTier):
     """times: how large. Of experts that are read in one part each."""
 
     def __init__(self, file: ExpertFile, times: int) -> None:
-        self._times = times
+        self._times, self._size = times, os.fstat(file.descriptor).st_size
         super().__init__(file)
         if file.parts > 1:
             raise ValueError(f"{file}: experts of {file.record_bytes} bytes need not be larger")
@@ -34,7 +36,7 @@ class LargerTier(FileTier):
         first = part * self._part_bytes
         size = min(self._part_bytes, self._record_bytes - first)
         own = self._file.range_of(layer, expert, 0)
-        return FileRange(max(0, min(own.offset + first, self._file.size - size)), size)
+        return FileRange(max(0, min(own.offset + first, self._size - size)), size)
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         read = self._parts[ticket]

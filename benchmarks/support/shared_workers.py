@@ -64,8 +64,7 @@ class SharedWorkers:
             )
             addresses[name] = endpoint.listen()
             own = ExpertHalf.load(checkpoint, model.spec, placement.experts_of(rank), dtype=dtype)
-            parts = endpoint, names, own, placement, Timeline(0), monotonic_s
-            exchange = GroupExchange(*parts)
+            exchange = GroupExchange(endpoint, names, own, placement, Timeline(0))
             self.exchanges.append(exchange)
             half = divided_half(model.attention, checkpoint, shares[rank], exchange.total)
             slices = partial(ExpertHalf.load_slices, checkpoint, model.spec, rank, workers, dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.channels.endpoint import Endpoint
-from actors.moe.remote_pending import RemotePending
+from actors.moe.remote_backend import RemotePending
 from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank
 from cluster.routing.pipeline_backend import PipelineBackend

@@ -39,7 +39,7 @@ from tests.support.group_harness import (
     loop_of,
     meeting,
 )
-from tests.support.placements import replicated
+from tests.support.placements import replicated_of
 from tests.support.tiny_models import Checkpoints, prompts
 from tests.support.waiting import wait_until
 
@@ -120,11 +120,7 @@ def test_replicas_are_those_that_packets_choose(
     tiny_checkpoint: Checkpoints, family: str, extra: list[int], overrides: dict[str, Any]
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
-    spec = read_spec(folder)
-    placement = replicated(
-        spec.num_experts, extra, num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=3
-    )
-    placements = {Group.EXPERT: placement}
+    placements = {Group.EXPERT: replicated_of(read_spec(folder), extra, 3)}
     config = group_config(1, len(extra), kv={"prefix_cache": False})
     found = []
     for is_direct in (True, False):

@@ -23,7 +23,7 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
-from tests.support.placements import replicated
+from tests.support.placements import replicated_of
 from tests.support.tiny_models import ALL_FAMILIES, Checkpoints, prompts
 
 PLANS = [
@@ -61,10 +61,7 @@ def plans(requests: Requests, store: Path) -> None:
 
 
 def placement(requests: Requests, store: Path) -> None:
-    spec = requests.spec
-    extra = replicated(
-        spec.num_experts, [2, 0], num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=5
-    )
+    extra = replicated_of(requests.spec, [2, 0], 5)
     group = ThreadGroup(requests.folder, group_config(1, 2), placements={Group.EXPERT: extra})
     with group, group.client() as client:
         requests.check(client)

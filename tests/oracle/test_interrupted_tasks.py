@@ -78,7 +78,7 @@ class Rig:
         self.kv = model.new_pool(64)
         timeline = Timeline(0)
         store = resident_store(model.experts[0])
-        backend = StoredBackend("here", model.attention, store, timeline, monotonic_s)
+        backend = StoredBackend("here", model.attention, store, timeline)
         parts = ExecutorParts(
             "here", model.attention, self.kv, backend, self._sink, timeline, monotonic_s
         )

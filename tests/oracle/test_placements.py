@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
 from contracts.ranks import Group
-from models.spec.model import ModelSpec, read_spec
+from models.spec.model import read_spec
 from planner.placement.slots import contiguous
 from tests.support.fake_device import act_as_a_device
 from tests.support.group_harness import (
@@ -26,7 +26,7 @@ from tests.support.group_harness import (
 )
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
-from tests.support.placements import replicated
+from tests.support.placements import replicated_of
 from tests.support.tiny_models import Checkpoints, crossed, prompts
 
 CALL_S = 30.0
@@ -42,19 +42,13 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 LENGTHS = [23, 1, 40, 7, 64]
 
 
-def _placed(spec: ModelSpec, extra: Sequence[int], seed: int) -> Placement:
-    return replicated(
-        spec.num_experts, extra, num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=seed
-    )
-
-
 @pytest.mark.usefixtures("ranks_are_forked")
 def test_replicated_experts_in_processes_give_the_logits_of_the_single_process_path(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("deepseek_v3")
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
-    placements = {Group.EXPERT: _placed(spec, [2, 0, 3], 7)}
+    placements = {Group.EXPERT: replicated_of(spec, [2, 0, 3], 7)}
     with LocalGroup(str(folder), group_config(1, 3), placements=placements) as group:
         ((name, address),) = group.client_addresses.items()
         with RankConnection(name, address, group.token) as client:
@@ -92,7 +86,7 @@ def test_replicated_experts_give_the_logits_of_the_single_process_path(
         act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
-    placements = {Group.EXPERT: _placed(spec, extra, 11)}
+    placements = {Group.EXPERT: replicated_of(spec, extra, 11)}
     config = group_config(1, len(extra), experts=experts)
     group = ThreadGroup(folder, config, backend=backend, placements=placements)
     with group, group.client() as client:
@@ -115,7 +109,7 @@ def test_workers_of_all_to_all_give_the_logits_of_the_single_process_path(
         act_as_a_device(monkeypatch)
     folder = tiny_checkpoint(family, **overrides)
     spec, local = read_spec(folder), LocalModel.load(folder, dtype="float32")
-    placements = {Group.PREFILL: _placed(spec, [2, 0, 1], 5)}
+    placements = {Group.PREFILL: replicated_of(spec, [2, 0, 1], 5)}
     config = prefill_config(prefill={"experts": "all_to_all"})
     with PrefillThreads(folder, config, workers=3, placements=placements) as workers:
         for rank in range(3):
@@ -131,7 +125,7 @@ def test_where_an_expert_is_does_not_change_a_bit_of_top_2(tiny_checkpoint: Chec
     in_order = contiguous(
         spec.num_experts, 2, num_layers=spec.num_layers, moe_layers=spec.moe_layers
     )
-    for placement in (in_order, _placed(spec, [0, 0], 3), _placed(spec, [2, 1], 4)):
+    for placement in (in_order, replicated_of(spec, [0, 0], 3), replicated_of(spec, [2, 1], 4)):
         group = ThreadGroup(folder, group_config(1, 2), placements={Group.EXPERT: placement})
         with group, group.client() as client:
             found.append([client.last_logits([ids]) for ids in prompts(2, LENGTHS)])

@@ -38,6 +38,7 @@ from tests.support.group_harness import (
 from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
 ROWS = prompts(1, [23, 1, 140, 7])
+CHUNKS: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
 STATES = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 11, "num_hidden_layers": 5, "mlp_only_layers": [1]}),
@@ -137,11 +138,10 @@ def test_prefixes_and_chunks_are_read_across_shared_and_lone_batches(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     folder = tiny_checkpoint(family, **(STATES if family == "qwen3_next" else {}))
-    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
-    expected = alone_logits(folder, WITH_PREFIX, **chunks)
+    expected = alone_logits(folder, WITH_PREFIX, **CHUNKS)
     for workers in (2, 3):
         with (
-            sharing(folder, workers, **chunks) as group,
+            sharing(folder, workers, **CHUNKS) as group,
             patch.object(BatchChoice, "gain_s", side_effect=itertools.cycle([60.0, 0.0, 60.0])),
             group.client() as client,
         ):
@@ -199,8 +199,7 @@ def test_batch_that_loses_a_worker_is_computed_alone_and_the_group_forms_again(
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_error_of_a_follower_ends_its_batch_only(tiny_checkpoint: Checkpoints, family: str) -> None:
     folder = tiny_checkpoint(family)
-    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
-    expected = alone_logits(folder, **chunks)
+    expected = alone_logits(folder, **CHUNKS)
 
     def fail(shared: SharedPass) -> None:
         if shared._exchange.rank == 1:
@@ -209,7 +208,7 @@ def test_error_of_a_follower_ends_its_batch_only(tiny_checkpoint: Checkpoints, f
                 raise MemoryError("no memory for a test")
 
     passes: list[int] = []
-    with sharing(folder, 2, **chunks) as group, group.client() as client, at_layer(2, fail):
+    with sharing(folder, 2, **CHUNKS) as group, group.client() as client, at_layer(2, fail):
         torch.testing.assert_close(logits_of(client), expected, atol=1e-5, rtol=0)
         assert led(group) == len(ROWS) + 1  # with two more chunks
         assert not _exchange(group, 1)._arrived
@@ -220,11 +219,10 @@ def test_worker_with_requests_leaves_a_batch_and_the_leader_computes_the_rest(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     folder = tiny_checkpoint(family, **(STATES if family == "qwen3_next" else {}))
-    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
-    expected, sent = alone_logits(folder, WITH_PREFIX, **chunks), list[int]()
+    expected, sent = alone_logits(folder, WITH_PREFIX, **CHUNKS), list[int]()
     for workers in (2, 3):
         with (
-            sharing(folder, workers, **chunks) as group,
+            sharing(folder, workers, **CHUNKS) as group,
             group.client() as client,
             group.client(1) as other,
         ):
@@ -252,8 +250,7 @@ def test_worker_that_becomes_idle_computes_the_rest_of_a_batch(
 ) -> None:
     layers = {"num_hidden_layers": 4}
     folder = tiny_checkpoint(family, **(STATES if family == "qwen3_next" else layers))
-    chunks: dict[str, Any] = {"prefill": {"max_batch_tokens": 48}}
-    expected, share = alone_logits(folder, WITH_PREFIX, **chunks), ShuffledBackend.share
+    expected, share = alone_logits(folder, WITH_PREFIX, **CHUNKS), ShuffledBackend.share
 
     def shared(leader: ShuffledBackend, whole: WholeBatch, layer: int) -> Any:
         if layer < 2:
@@ -263,7 +260,7 @@ def test_worker_that_becomes_idle_computes_the_rest_of_a_batch(
 
     for workers in (2, 3):
         with (
-            sharing(folder, workers, **chunks) as group,
+            sharing(folder, workers, **CHUNKS) as group,
             group.client() as client,
             patch.object(ShuffledBackend, "share", shared),
         ):

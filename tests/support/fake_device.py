@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import kernels.device
-from actors.moe import remote_pending
+from actors.moe import dispatch
 from actors.moe.remote_backend import RemoteBackend
 from models.experts.device_lanes import InlineLane, Mark
 from models.experts.device_tier import DeviceTier, InSlot
@@ -20,7 +20,7 @@ def act_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute as with GPUs, with CPU tensors; nothing of the host's path may run."""
     monkeypatch.setattr(kernels.device, "ACCELERATORS", frozenset({"cpu"}))
     monkeypatch.setattr(ExpertHalf, "steps", None)
-    monkeypatch.setattr(remote_pending, "plan_dispatch", None)
+    monkeypatch.setattr(dispatch, "plan_dispatch", None)
     monkeypatch.setattr(RemoteBackend, "layer_decoder", lambda self, kv: None)
 
 

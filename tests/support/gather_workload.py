@@ -425,12 +425,8 @@ class GatherWorld:
         )  # fmt: skip
         gathers = self.code["peer_source"]
         part = gathers.own_part(spec, layout)
-        layers = range(work.layers)
-        if work.window:
-            shard = shards.WindowedShard(layers, part, host, work.window)
-        else:
-            shard = shards.ResidentShard(layers, part, host)
-        source = self._sources[self.names[rank]] = gathers.PeerSource(spec, part, shard, host)
+        shard = shards.Shard(range(work.layers), part, host, work.window)
+        source = self._sources[self.names[rank]] = gathers.PeerSource(spec, shard, host)
         source.part_layout = layout
         if source._exchange is not None:
             self._record_parts(source)
@@ -514,7 +510,7 @@ class GatherWorld:
         self.ending.add(host.name)
         for part in self._parts[host.name]:
             part._communicator.abort()  # a transfer of freed memory does not end
-        for slot in source.shard.slots.pieces:
+        for slot in source.shard.pieces:
             for piece in slot:
                 ctypes.memset(piece.data_ptr(), GARBAGE, piece.nbytes)
         host.pause(host.model.dice.uniform(10.0, 5000.0))

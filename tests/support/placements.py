@@ -41,13 +41,14 @@ def replicated(
     )
 
 
+def replicated_of(spec: ModelSpec, extra: Sequence[int], seed: int) -> Placement:
+    return replicated(
+        spec.num_experts, extra, num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=seed
+    )
+
+
 def another(spec: ModelSpec, generation: int, ranks: int = 2) -> Placement:
     """Experts in any order, some twice; spare slots come and go."""
-    placement = replicated(
-        spec.num_experts,
-        [(generation + rank) % 3 for rank in range(ranks)],
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        seed=generation,
-    )
+    extra = [(generation + rank) % 3 for rank in range(ranks)]
+    placement = replicated_of(spec, extra, generation)
     return msgspec.structs.replace(placement, generation=generation)

@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from actors.gather.peer_source import PeerSource, own_part
-from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
+from actors.gather.weight_shard import Shard
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.errors import TandemError
 from contracts.ranks import Group, RankSpec
 from models.experts.expert_layout import ExpertBuffer, ExpertLayout
-from models.experts.host_experts import CheckpointParts
+from models.experts.host_experts import CheckpointParts, HostSource
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.fork_server import ForkedProcess
 from tests.support.group_harness import group_config, until
@@ -51,22 +51,17 @@ def make_source(
     spec: RankSpec,
     *,
     window: int | None = None,
-    host: PartSource | None = None,
+    host: HostSource | None = None,
     layout: ExpertLayout | None = None,
 ) -> PeerSource:
     """Create a source. window: layers of a shard that comes from `host`."""
     folder = Path(spec.model_folder)
     layout = layout or layout_of(folder)
     checkpoint = CheckpointParts(Checkpoint(folder), layout)
-    host = host or checkpoint
-    part = own_part(spec, layout)
     layers = layout.spec.moe_layers[1:]
-    shard: Shard
-    shard = (
-        WindowedShard(layers, part, host, window) if window else ResidentShard(layers, part, host)
-    )
+    shard = Shard(layers, own_part(spec, layout), host or checkpoint, window)
     try:
-        return PeerSource(spec, part, shard, checkpoint)
+        return PeerSource(spec, shard, checkpoint)
     except TandemError:
         shard.close()
         raise

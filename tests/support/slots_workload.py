@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actors.channels.base import Header, Packet, PacketKind
-from actors.moe import device_experts, rank_experts
+from actors.moe import rank_experts
 from contracts.traces import length, union
 from models.experts import device_lanes, device_sum, device_tier
 from models.experts.expert_cache import ExpertCache
@@ -25,7 +25,7 @@ from planner.scheduling.expert_eviction import eviction, pays
 from tests.support.cuda_model import CudaModel, Host, ModelError, Runtime, model, range_of
 from tests.support.gather_workload import REQUIRED_HIDDEN, GpuLayout, SmallSpec, code_of
 
-CHAIN = (device_lanes, device_tier, device_sum, rank_experts, device_experts)
+CHAIN = (device_lanes, device_tier, device_sum, rank_experts)
 DIM = 32
 
 
@@ -96,7 +96,7 @@ class SlotsWorld:
     def _serve(self, host: Host) -> None:
         held, work = self._held(host), self.work
         own = {layer: list(reversed(range(work.own))) for layer in range(work.layers)}
-        experts = self._code["device_experts"].DeviceCachedExperts(held, own)
+        experts = self._code["rank_experts"].DeviceCachedExperts(held, own)
         for call in range(work.calls):
             layer = call % work.layers
             packets = [self._packet(host, own[layer], layer) for _ in range(work.packets)]

@@ -116,7 +116,7 @@ class FakeEndpoint:
 
     def __init__(self, log: list[Event], placement: ExpertPlacement) -> None:
         self.sent: list[tuple[Header, str, list[torch.Tensor]]] = []
-        self.sent_total = 0
+        self.sent_total, self.clock = 0, ManualClock()
         self.arrived: list[Any] = []
         self.released: list[Header] = []
         self.lost: PeerDeadError | None = None
@@ -178,12 +178,11 @@ class Rig:
         half: Any = FakeHalf(self.log, shared=shared)
         kv: Any = SimpleNamespace(block_tokens=BLOCK, device=torch.device("cpu"))
         endpoint: Any = self.endpoint
-        self.clock, self.reply_timeout_s = ManualClock(), 300.0
+        self.clock, self.reply_timeout_s = self.endpoint.clock, 300.0
         backend = RemoteBackend(
             endpoint,
             TopologySource(Topology(0, placement, tuple(RANKS))),
             self.timeline,
-            self.clock,
             reply_timeout_s=self.reply_timeout_s,
         )
         parts = ExecutorParts(

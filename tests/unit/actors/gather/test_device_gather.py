@@ -16,7 +16,6 @@ from actors.channels.local_process import LocalProcess
 from actors.gather import device_segment, nccl_exchange
 from actors.gather.peer_source import PeerSource
 from contracts.errors import ChannelError, HandshakeError, PeerError
-from models.experts.copying_store import CopyingStore
 from models.experts.expert_layout import ExpertBuffer
 from models.weights.checkpoint import check_checkpoint
 from tests.support import prefill_workers
@@ -25,7 +24,6 @@ from tests.support.cuda_model import CUPY, FreeModel, Nccl, Runtime, installed
 from tests.support.gather_workload import GpuLayout
 from tests.support.group_harness import group_config, until
 from tests.support.prefill_workers import (
-    assert_layer,
     join_all,
     layout_of,
     make_source,
@@ -121,21 +119,6 @@ def test_a_transfer_that_fails_comes_from_the_fallback(
         check_copy(folder, sources[0], 1)
         assert sources[0].fallbacks == 1
         assert "prefill-1: NCCL failed: unhandled system error" in sources[0].lost["prefill-1"]
-
-
-def test_store_over_peers_gives_each_layer_whole(folder: Path) -> None:
-    layout = GpuLayout(check_checkpoint(folder))
-    with on_gpus(folder, 2) as (source, _):
-        resident = {0: ExpertBuffer(layout).layer}
-        store = CopyingStore(source, resident, layout, deadline_s=20.0)
-        for _ in range(3):
-            for layer in layout.spec.moe_layers[1:]:
-                store.fetch(layer)
-                assert store._held is not None
-                assert_layer(folder, store._held[1].buffer, layer, packed=False)
-        assert store.waited_s >= 0.0
-        source.abort()
-        store.close()
 
 
 def refuse_to_open(runtime: Runtime, handle: bytes) -> int:

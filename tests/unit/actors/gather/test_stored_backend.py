@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.task_order import TaskPolicy, by_layer, by_plan
-from tests.support.local_model import resident_store
 from tests.support.tiny_models import Checkpoints
 
 BLOCK, LAYERS, DEADLINE_S = 16, 4, 20.0
@@ -56,41 +56,45 @@ class GatedSource:
 
 
 class Rig:
-    """A worker's executor over a gated store, in float32."""
+    """A worker's executor over a gated or resident store, in float32."""
 
-    def __init__(self, folder: Path, policy: TaskPolicy, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policy: TaskPolicy,
+        *,
+        deadline_s: float = DEADLINE_S,
+        is_resident: bool = False,
+    ) -> None:
         spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
         layout = ExpertLayout(spec, torch.float32, CPU, packed=True)
-        everyone = range(spec.num_experts)
-        first = ExpertHalf.load(checkpoint, spec, everyone, dtype=torch.float32, layers=[0])
+        every, layers = range(spec.num_experts), None if is_resident else [0]
+        held = ExpertHalf.load(checkpoint, spec, every, dtype=torch.float32, layers=layers)
         self.source = GatedSource(folder, layout)
-        self.store = CopyingStore(
-            self.source, {0: first.layer_experts(0)}, layout, deadline_s=deadline_s
-        )
+        source = None if is_resident else self.source
+        self.store = CopyingStore(source, held.layers(), layout, deadline_s=deadline_s)
         half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
-        self._finisher = Finisher(half, max_context_tokens=64)
-        self.timeline = Timeline(1000)
-        backend = StoredBackend("prefill-0", half, self.store, self.timeline, monotonic_s)
-        parts = ExecutorParts(
-            "prefill-0",
-            half,
-            KvPool(spec, 16, BLOCK, torch.float32, CPU),
-            backend,
-            self._finisher,
-            self.timeline,
-            monotonic_s,
-        )
+        finisher, timeline = Finisher(half, max_context_tokens=64), Timeline(1000)
+        self.finisher, pool = finisher, KvPool(spec, 16, BLOCK, torch.float32, CPU)
+        backend = StoredBackend("prefill-0", half, self.store, timeline)
+        parts = ExecutorParts("prefill-0", half, pool, backend, finisher, timeline, monotonic_s)
         self.executor = Executor(
-            parts, chunk_cost=lambda a, b: float(b - a), policy=policy, last_rows_only=True
+            parts,
+            chunk_cost=lambda a, b: float(b - a),
+            policy=policy,
+            last_rows_only=not is_resident,
         )
 
     def submit(self, number: int, priority: Priority = Priority.LS) -> None:
         ids = [(7 * number + step) % 50 for step in range(BLOCK + number)]
-        submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[1, 2, 3])
-        sequence = Sequence((0, number), submit, BLOCK)
-        sequence.block_table = [2 * number, 2 * number + 1]
-        chunk = Chunk(sequence, 0, len(ids), frozenset())
+        chunk = self.chunk(number, number, ids, len(ids))
         self.executor.submit(ScheduledBatch(number, priority, [chunk]), Plan())
+
+    def chunk(self, number: int, place: int, ids: list[int], stop: int) -> Chunk:
+        submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[1, 2, 3])
+        sequence = Sequence((place, number), submit, BLOCK)
+        sequence.block_table = [2 * place, 2 * place + 1]
+        return Chunk(sequence, 0, stop, frozenset())
 
     def run(self, *, steps: int = 10_000) -> list[int]:
         """Numbers of the batches in order of completion."""
@@ -104,7 +108,7 @@ class Rig:
 
     def answers(self) -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
-        for sequence, answer in self._finisher.answers:
+        for sequence, answer in self.finisher.answers:
             assert isinstance(answer, Scored)
             assert answer.candidate_logits is not None
             found[sequence.key[1]] = answer.candidate_logits
@@ -120,7 +124,7 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 def opened(folder: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(policy: TaskPolicy = by_layer, **fields: float) -> Rig:
+    def make(policy: TaskPolicy = by_layer, **fields: Any) -> Rig:
         rigs.append(Rig(folder, policy, **fields))
         return rigs[-1]
 
@@ -176,27 +180,13 @@ def test_store_failure_ends_worker_and_is_named(opened: Callable[..., Rig], hang
     assert not rig.executor.live
 
 
-def test_single_tokens_of_prompts_are_decoded_like_others(folder: Path) -> None:
-    spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
-    half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
-    experts = ExpertHalf.load(checkpoint, spec, range(spec.num_experts), dtype=torch.float32)
-    timeline, finisher = Timeline(10), Finisher(half, max_context_tokens=64)
-    backend = StoredBackend("prefill-0", half, resident_store(experts), timeline, monotonic_s)
-    pool = KvPool(spec, 4, BLOCK, torch.float32, CPU)
-    parts = ExecutorParts("prefill-0", half, pool, backend, finisher, timeline, monotonic_s)
-    executor = Executor(parts, chunk_cost=lambda a, b: float(b - a), last_rows_only=True)
+def test_single_tokens_of_prompts_are_decoded_like_others(opened: Callable[..., Rig]) -> None:
+    rig = opened(is_resident=True)
     for number, prompts in enumerate(([[5, 6], [7]], [[7]])):  # the longer one is not complete
-        chunks = []
-        for place, ids in enumerate(prompts):
-            submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[1, 2, 3])
-            sequence = Sequence((place, number), submit, BLOCK)
-            sequence.block_table = [place]
-            chunks.append(Chunk(sequence, 0, 1, frozenset()))
-        executor.submit(ScheduledBatch(number, Priority.LS, chunks), Plan())
-        with torch.inference_mode():
-            while executor.live:
-                executor.step(0.01)
-    (_, beside), (_, lone) = finisher.answers
+        chunks = [rig.chunk(number, place, ids, 1) for place, ids in enumerate(prompts)]
+        rig.executor.submit(ScheduledBatch(number, Priority.LS, chunks), Plan())
+        assert rig.run() == [number]
+    (_, beside), (_, lone) = rig.finisher.answers
     assert isinstance(beside, Scored)
     assert isinstance(lone, Scored)
     assert beside.candidate_logits == lone.candidate_logits

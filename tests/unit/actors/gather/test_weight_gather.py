@@ -13,6 +13,7 @@ import actors.gather.peer_source
 from actors.channels.listener import ADDRESS_SEPARATOR
 from actors.gather.weight_link import WeightLink
 from contracts.errors import ChannelError, HandshakeError
+from models.experts.host_experts import HostSource
 from models.weights.checkpoint import check_checkpoint
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import group_config
@@ -121,7 +122,7 @@ def test_replaced_worker_is_rejoined_at_its_new_address(deep: Path, backend: str
 def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(deep: Path) -> None:
     folder = deep
 
-    class Broken:
+    class Broken(HostSource):
         def copy_part(self, layer: int, first: int, last: int, into: object) -> None:
             raise ChannelError("the disk is gone")
 

@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.moe.backend import TaskKey
-from actors.moe.device_dispatch import PACKET_PARTS, DeviceDispatch, DeviceSlice
-from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
+from actors.moe.dispatch import (
+    PACKET_PARTS,
+    DeviceSlice,
+    DispatchCounts,
+    PacketPlanner,
+    RankSlice,
+    plan_dispatch,
+)
 from actors.moe.routing_sample import RoutingSample
 from contracts.placement import bounds_of
 from contracts.requests import Priority
@@ -55,21 +61,21 @@ class Case:
         return plan_dispatch(self.ids_TK.numpy(), self.weights_TK.numpy(), self.groups, self.placed)
 
     def on_device(
-        self, dispatch: DeviceDispatch | None = None, device: torch.device = CPU
+        self, planner: PacketPlanner | None = None, device: torch.device = CPU
     ) -> list[DeviceSlice]:
-        """Plan twice, the second time without waiting for a GPU if no `dispatch` is given."""
+        """Plan twice, the second time without waiting for a GPU if no `planner` is given."""
         tensors = (each.to(device) for each in (self.x_TD, self.ids_TK, self.weights_TK))
         plan = self.key, RoutedTokens(*tensors), self.groups, self.placed
-        if dispatch is not None:
-            return dispatch.plan(*plan)
+        if planner is not None:
+            return planner.plan_on_device(*plan)
         counts = DispatchCounts(len(self.placed.bounds))
-        dispatch = DeviceDispatch(device, counts, None, lambda: 0.0)
-        dispatch.plan(*plan)  # copies the placement
+        planner = PacketPlanner(counts, None, lambda: 0.0)
+        planner.plan_on_device(*plan)  # copies the placement
         if device is CPU:
-            return dispatch.plan(*plan)
+            return planner.plan_on_device(*plan)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return dispatch.plan(*plan)
+            return planner.plan_on_device(*plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -179,16 +185,16 @@ def test_counts_and_samples_follow_without_a_wait() -> None:
     case = Case(20, 3, 0, 2, 5)
     counts, expected = DispatchCounts(3), DispatchCounts(3)
     sample = RoutingSample("attention-0", 256, (1, 3), clock, made.append)
-    dispatch = DeviceDispatch(CPU, counts, sample, clock)
+    planner = PacketPlanner(counts, sample, clock)
     for _ in range(3):
         expected.add(0, 20, case.on_host, case.placed)
-        case.on_device(dispatch)
-    dispatch.poll()
+        case.on_device(planner)
+    planner.poll()
     assert (counts.tokens, counts.pairs_R) == (60, [0, 0, 0])
     clock.advance(1.0)
     expected.add(0, 20, case.on_host, case.placed)
-    case.on_device(dispatch)
-    dispatch.poll()
+    case.on_device(planner)
+    planner.poll()
     for name in ("tokens", "copies", "pairs_R"):
         assert getattr(counts, name) == getattr(expected, name), name
     assert counts._most_used() == expected._most_used()
@@ -197,10 +203,10 @@ def test_counts_and_samples_follow_without_a_wait() -> None:
 @given(cases)
 def test_own_rank_serves_all_experts_that_it_has(case: Case) -> None:
     clock, counts = ManualClock(10.0), DispatchCounts(len(case.placed.bounds), own_rank=0)
-    dispatch = DeviceDispatch(CPU, counts, None, clock)
+    planner = PacketPlanner(counts, None, clock)
     clock.advance(1.0)
-    others = case.on_device(dispatch)
-    dispatch.poll()
+    others = case.on_device(planner)
+    planner.poll()
     low, high = case.placed.bounds[0]
     own = set(case.placed.expert_of_slot[low:high])
     assert counts.pairs_R[0] == sum(int(expert) in own for expert in case.ids_TK.flatten())

@@ -64,7 +64,8 @@ def channel() -> Any:
         sent.append((reserved.peer, header, reserved.tensors))
 
     return SimpleNamespace(
-        name="attention-0", epoch=1, sent=sent, arrived=arrived, reserve=reserve, commit=commit,
+        name="attention-0", epoch=1, clock=lambda: 0.0,
+        sent=sent, arrived=arrived, reserve=reserve, commit=commit,
         poll=lambda timeout_s: [arrived.pop() for _ in range(len(arrived))],
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ def test_layer_reads_nothing_on_the_host(
     placement = ExpertPlacement(contiguous(EXPERTS, RANKS, num_layers=1, moe_layers=[0]))
     names = [f"expert-{rank}" for rank in range(RANKS)]
     source = TopologySource(Topology(0, placement, tuple(names)))
-    backend = RemoteBackend(endpoint, source, Timeline(99), lambda: 0.0)
+    backend = RemoteBackend(endpoint, source, Timeline(99))
     x_TD, hidden_TD = (torch.empty(tokens, D, **BF16) for _ in range(2))
     ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
     routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))
@@ -168,7 +169,7 @@ def test_layer_of_all_to_all_reads_nothing_on_the_host(tokens: int, bound: int) 
         return [Packet(workers[1], header, tensors, 0.0, None) for _, header, tensors in new]
 
     endpoint.poll = poll
-    group = AllToAll(endpoint, workers, half, placement, Timeline(99), lambda: 0.0)
+    group = AllToAll(endpoint, workers, half, placement, Timeline(99))
     x_TD = torch.empty(tokens, D, **BF16)
     ids_TK = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
     routed = RoutedTokens(x_TD, ids_TK, torch.empty(tokens, TOP_K, device="meta"))

@@ -11,8 +11,8 @@ import torch
 from actors.batching.batch_builder import Chunk
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe.backend import TaskKey
-from actors.moe.dispatch import MAX_SHOWN, TOP_EXPERTS, DispatchCounts, plan_dispatch
-from actors.moe.remote_pending import Piece, RemotePending
+from actors.moe.dispatch import MAX_SHOWN, TOP_EXPERTS, DispatchCounts, Piece, plan_dispatch
+from actors.moe.remote_backend import RemotePending
 from actors.moe.routing_sample import (
     FIRST_STRIDE,
     MOST_UNDER_WAY,

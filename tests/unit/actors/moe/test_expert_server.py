@@ -63,6 +63,7 @@ class LoopRig:
         self.generations = Freed()
         endpoint: Any = SimpleNamespace(
             name="expert-0",
+            clock=self.clock,
             poll=self._poll,
             reserve=self._reserve,
             commit=self._commit,
@@ -74,7 +75,6 @@ class LoopRig:
             endpoint,
             self.experts,
             timeline=Timeline(100),
-            clock=self.clock,
             choice=choice,
             generations=self.generations,
         )
@@ -207,14 +207,16 @@ class Rig:
         self.expected: dict[tuple[str, int], torch.Tensor] = {}
         self._reserved: dict[int, Any] = {}
         endpoint: Any = SimpleNamespace(
-            name="expert-0", poll=self._poll, reserve=self._reserve, commit=self._commit
+            name="expert-0",
+            clock=monotonic_s,
+            poll=self._poll,
+            reserve=self._reserve,
+            commit=self._commit,
         )
         choice: Preemption[QueueHead] = Preemption(
             oldest_of_highest_class, be_share=0.1, choose=serve
         )
-        self.server = ExpertServer(
-            endpoint, self.experts, timeline=Timeline(10), clock=monotonic_s, choice=choice
-        )
+        self.server = ExpertServer(endpoint, self.experts, timeline=Timeline(10), choice=choice)
         self._numbers = 0
 
     def send_tokens(

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from actors.channels.base import Header, Packet, PacketKind
-from actors.moe.backend import TaskKey
-from actors.moe.device_experts import DeviceCachedExperts
+from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.expert_server import merge
-from actors.moe.prefetcher import ExpertPrefetcher
-from actors.moe.rank_experts import DevicePairs
+from actors.moe.rank_experts import DeviceCachedExperts, DevicePairs
 from actors.offload.device_backend import CachedBackend, CachedPending, DeviceBackend, DevicePending
 from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
-from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
@@ -53,12 +50,13 @@ from tests.support.quantised_models import make_fp8, make_mxfp4
 from tests.support.tiny_models import FAMILIES, Checkpoints
 
 LS, BE = Priority
+P = TypeVar("P", CachedPending, DevicePending)
 ODD = {"hidden_size": 150, "moe_intermediate_size": 140}  # no multiples of a block of fp8
 GROUPS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group of MXFP4
 
 
 class AnyGuess(ExpertPredictor):
-    """Predicts at random, or nothing, and returns some of the predictions only."""
+    """Predicts at random, wrong or repeated, or nothing; returns some of the predictions only."""
 
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
@@ -69,19 +67,22 @@ class AnyGuess(ExpertPredictor):
         return found[: self._dice.randrange(len(found) + 1)]
 
     def predict_first(self, token_ids_T: torch.Tensor) -> PredictedRouting:
-        return self._any(self._half.spec.moe_layers[0], len(token_ids_T))
+        ids = [self._ids() for _ in token_ids_T]
+        return PredictedRouting(self._half.spec.moe_layers[0], ids)
 
-    def predict(
+    def predict_on_device(
         self, layer: int, hidden_TD: torch.Tensor, routed: RoutedTokens
-    ) -> PredictedRouting | None:
+    ) -> DevicePrediction | None:
         following = self._next_of.get(layer)
-        return None if following is None else self._any(following, len(hidden_TD))
+        if following is None or self._dice.random() < 0.2:
+            return None
+        ids_TK = torch.tensor([self._ids() for _ in hidden_TD])
+        guessed = RoutedTokens(hidden_TD, ids_TK, routed.topk_weights_TK)
+        return DevicePrediction(following, guessed, False)
 
-    def _any(self, layer: int, tokens: int) -> PredictedRouting:
+    def _ids(self) -> list[int]:
         spec = self._half.spec
-        experts = range(spec.num_experts)
-        ids = [self._dice.sample(experts, spec.top_k) for _ in range(tokens)]
-        return PredictedRouting(layer, ids)
+        return self._dice.choices(range(spec.num_experts), k=spec.top_k)
 
 
 def routed_tokens(spec: ModelSpec, tokens: int, seed: int) -> RoutedTokens:
@@ -92,13 +93,35 @@ def routed_tokens(spec: ModelSpec, tokens: int, seed: int) -> RoutedTokens:
     return RoutedTokens(x_TD, ids_TK, weights_TK)
 
 
-class Rig:
-    def __init__(self, folder: Path, store: Path) -> None:
+class BackendRig(Generic[P]):
+    """A model and backends of it."""
+
+    def __init__(self, folder: Path) -> None:
         self.local = LocalModel.load(folder, dtype="float32")
         self.spec = self.local.spec
+        self.backends: list[Any] = []
+
+    def begin(
+        self,
+        backend: ExpertBackend[P],
+        layer: int,
+        routed: RoutedTokens,
+        number: int = 0,
+        *,
+        decodes: bool = False,
+    ) -> P:
+        """number: of the micro-batch; odd ones are best-effort."""
+        key = TaskKey(0, layer, number, BE if number % 2 else LS, decodes)
+        if layer == self.spec.moe_layers[0]:
+            backend.prepare(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
+        return backend.dispatch(key, routed.x_TD, routed, Plan())
+
+
+class Rig(BackendRig[CachedPending]):
+    def __init__(self, folder: Path, store: Path) -> None:
+        super().__init__(folder)
         self._folder, self._store = folder, store
         self._identity_E = local_index(list(range(self.spec.num_experts)), self.spec.num_experts)
-        self.backends: list[CachedBackend] = []
 
     def backend(
         self,
@@ -116,7 +139,7 @@ class Rig:
         cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=20.0)
         half = self.local.attention
         ahead = predictor if seed is None else AnyGuess(half, seed)
-        backend = CachedBackend("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
+        backend = CachedBackend("prefill-0", half, cache, Timeline(10), ahead)
         self.backends.append(backend)
         return backend
 
@@ -124,21 +147,6 @@ class Rig:
         return run_to_end(
             expert_sum_steps(routed, self.local.experts[0].layer_experts(layer), self._identity_E)
         )
-
-    def begin(
-        self,
-        backend: CachedBackend,
-        layer: int,
-        routed: RoutedTokens,
-        number: int = 0,
-        *,
-        decodes: bool = False,
-    ) -> CachedPending:
-        """number: of the micro-batch; odd ones are best-effort."""
-        key = TaskKey(0, layer, number, BE if number % 2 else LS, decodes)
-        if layer == self.spec.moe_layers[0]:
-            backend.prepare(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
-        return backend.dispatch(key, routed.x_TD, routed, Plan())
 
     def finish(self, backend: CachedBackend, pending: CachedPending) -> torch.Tensor:
         hidden_TD = torch.zeros_like(pending.sum.out_UD)
@@ -268,7 +276,6 @@ def test_predictions_of_dropped_batches_are_bounded(opened: Callable[..., Rig]) 
             rig.finish(
                 backend, rig.begin(backend, layer, routed_tokens(rig.spec, 1, number), number)
             )
-    assert isinstance(backend._prefetcher, ExpertPrefetcher)
     assert len(backend._prefetcher._predicted) < 100
     assert len(backend._cache._hints) < 100
 
@@ -310,34 +317,6 @@ DEVICE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 FEW, MANY = (1, 2, 7), (40, 300)
 
 
-class AnyHint(ExpertPredictor):
-    """Predicts at random: wrong, repeated, or nothing."""
-
-    def __init__(self, half: AttentionHalf, seed: int) -> None:
-        super().__init__(half, None)
-        self._dice = random.Random(seed)
-
-    def predict_on_device(
-        self, layer: int, hidden_TD: torch.Tensor, routed: RoutedTokens
-    ) -> DevicePrediction | None:
-        following = self._next_of.get(layer)
-        if following is None or self._dice.random() < 0.2:
-            return None
-        spec = self._half.spec
-        ids = [
-            [self._dice.randrange(spec.num_experts) for _ in range(spec.top_k)]
-            for _ in range(len(hidden_TD))
-        ]
-        return DevicePrediction(
-            following, RoutedTokens(hidden_TD, torch.tensor(ids), routed.topk_weights_TK), False
-        )
-
-    def predict_first(self, token_ids_T: torch.Tensor) -> PredictedRouting:
-        spec = self._half.spec
-        ids = [[self._dice.randrange(spec.num_experts) for _ in range(spec.top_k)]]
-        return PredictedRouting(spec.moe_layers[0], ids)
-
-
 class RightHint(ExpertPredictor):
     """Predicts the next layer's `requested` experts."""
 
@@ -354,19 +333,17 @@ class RightHint(ExpertPredictor):
         )
 
 
-class DeviceRig:
+class DeviceRig(BackendRig[DevicePending]):
     """A model, its experts in host memory, and backends over them."""
 
     def __init__(self, folder: Path) -> None:
-        self.local = LocalModel.load(folder, dtype="float32")
-        self.spec = self.local.spec
+        super().__init__(folder)
         self.layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"), packed=False)
         parts, experts = CheckpointParts(Checkpoint(folder), self.layout), self.spec.num_experts
         stored = [self.layout.empty(experts) for _ in self.spec.moe_layers]
         for layer, tensors in zip(self.spec.moe_layers, stored, strict=True):
             parts.copy_part(layer, 0, experts, self.layout.pieces(tensors, 0, experts))
         self.host = ExpertMemory(stored, self.layout)
-        self.backends: list[DeviceBackend] = []
 
     def held(
         self, slots: int, lane: DeviceLane, *, kind: Kind = "walk", deadline_s: float = 20.0
@@ -391,13 +368,7 @@ class DeviceRig:
     ) -> DeviceBackend:
         held = self.held(slots, lane, deadline_s=deadline_s, **more)
         backend = DeviceBackend(
-            "prefill-0",
-            self.local.attention,
-            held,
-            Timeline(10),
-            monotonic_s,
-            predictor,
-            deadline_s=deadline_s,
+            "prefill-0", self.local.attention, held, Timeline(10), predictor, deadline_s=deadline_s
         )
         self.backends.append(backend)
         return backend
@@ -407,15 +378,6 @@ class DeviceRig:
         held = self.local.experts[0].layer_experts(layer)
         ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
         return gpu_experts(routed.x_TD, ids_TK, weights_TK, held.gate_up, held.down, held.clamped)
-
-    def begin(
-        self, backend: DeviceBackend, layer: int, routed: RoutedTokens, number: int = 0
-    ) -> DevicePending:
-        """number: of the micro-batch; odd ones are best-effort."""
-        key = TaskKey(0, layer, number, BE if number % 2 else LS)
-        if layer == self.spec.moe_layers[0]:
-            backend.prepare(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
-        return backend.dispatch(key, routed.x_TD, routed, Plan())
 
     def check(self, backend: DeviceBackend, layer: int, pending: DevicePending) -> None:
         hidden_TD = torch.zeros_like(pending.routed.x_TD)
@@ -455,7 +417,7 @@ def test_every_family_is_bit_equal_on_device(
     opened_on_device: Callable[..., DeviceRig], family: str, slots: int
 ) -> None:
     rig = opened_on_device(family)
-    predictor = AnyHint(rig.local.attention, 1)
+    predictor = AnyGuess(rig.local.attention, 1)
     rig.check_bits(rig.backend(slots, FakeLane(2), predictor=predictor))
     rig.check_bits(rig.backend(slots, InlineLane(), predictor=predictor))
 
@@ -478,7 +440,7 @@ def test_hints_slots_and_interleaving_do_not_change_bits(
 ) -> None:
     """Micro-batches of both classes, some dropped, with random delays of copies and ids."""
     dice = random.Random(seed)
-    predictor = AnyHint(shared.local.attention, seed) if hints else None
+    predictor = AnyGuess(shared.local.attention, seed) if hints else None
     backend = shared.backend(slots, FakeLane(seed), kind=kind, predictor=predictor)
     with torch.inference_mode():
         for layer in shared.spec.moe_layers * 3:
