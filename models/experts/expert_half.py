@@ -274,7 +274,7 @@ def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> li
 def assemble_half(
     half: ExpertHalf, ids_of: Mapping[int, Sequence[int]], loaded: Mapping[ExpertKey, ExpertLayer]
 ) -> ExpertHalf:
-    """Build the half of `ids_of` from the experts of `half` and singly loaded ones."""
+    """Build the half of `ids_of` from the experts of `half` and its `missing_experts`, loaded."""
 
     def find(layer: int, expert: int) -> ExpertLayer:
         return loaded.get(ExpertKey(layer, expert)) or _extract_expert(half, layer, expert)
@@ -286,10 +286,7 @@ def assemble_half(
 
 
 def _extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer:
-    """Return one expert of `half` by itself. Raises KeyError."""
-    ids = half.expert_ids.get(layer, ())
-    if expert not in ids:
-        raise KeyError(f"expert {expert} of layer {layer} is neither held nor loaded")
-    local, held = ids.index(expert), half.layer_experts(layer)
+    """Return one expert of `half` by itself."""
+    local, held = half.expert_ids[layer].index(expert), half.layer_experts(layer)
     gate_up, down = (ExpertLinears([each[local]], None) for each in (held.gate_up, held.down))
     return ExpertLayer(gate_up, down, held.clamped)
