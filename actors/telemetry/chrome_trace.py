@@ -22,7 +22,7 @@ def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
     """Write a trace with one track per rank and link. Spans of a link may overlap."""
     resources = sorted({span.resource for span in spans})
     zero_s = min((span.start_s for span in spans), default=0.0)
-    events = [_named("process_name", 1, "tandem")]
+    events = _process(1, "tandem")
     for tid, resource in enumerate(resources, _TASKS):
         events += _track(1, tid, resource)
     for number, span in enumerate(spans):
@@ -41,7 +41,7 @@ def rank_events(
     trace: RankTrace, pid: int, shift_s: float, names: BatchRequests
 ) -> list[TraceEvent]:
     """Return the events of one rank, as process `pid`. names: of all ranks' batches."""
-    events = [_named("process_name", pid, trace.rank), _order(pid)]
+    events = _process(pid, trace.rank)
     links = sorted({span.resource for span in trace.spans} - {trace.rank})
     tracks = {trace.rank: _TASKS} | {link: _BATCHES + 1 + at for at, link in enumerate(links)}
     events += _track(pid, _BATCHES, "batches") if trace.batches else []
@@ -57,7 +57,7 @@ def rank_events(
 
 def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> list[TraceEvent]:
     """Return the events of an ingress: each request, and its time to the first token."""
-    events = [_named("process_name", pid, "ingress"), _order(pid)]
+    events = _process(pid, "ingress")
     for number, span in enumerate(spans):
         common = {"cat": "request", "id": number, "pid": pid, "tid": 1}
         args = {"request_id": span.name, "class": span.priority, "outcome": span.outcome}
@@ -65,21 +65,14 @@ def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> li
         if span.first_s is not None:
             times_s.append(("to first token", span.start_s, span.first_s))
         for name, start_s, end_s in times_s:
-            begin_event = {
-                **common,
-                "name": name,
-                "ph": "b",
-                "ts": _us(start_s, shift_s),
-                "args": args,
-            }
-            end_event = {**common, "name": name, "ph": "e", "ts": _us(end_s, shift_s)}
-            events += [begin_event, end_event]
+            times_us = _us(start_s, shift_s), _us(end_s, shift_s)
+            events += _pair({**common, "name": name}, times_us, args)
     return events
 
 
 def missing_events(name: str, pid: int, reason: str) -> list[TraceEvent]:
     """Return a process without tracks, whose name contains the reason."""
-    return [_named("process_name", pid, f"{name}: missing, {reason}"), _order(pid)]
+    return _process(pid, f"{name}: missing, {reason}")
 
 
 def _requests(span: TaskSpan, names: BatchRequests) -> Sequence[str]:
@@ -105,11 +98,19 @@ def _task(
         yield {**common, "ph": "X", "ts": start_us, "dur": end_us - start_us, "args": args}
         return
     common["cat"], common["id"] = span.resource, number
-    yield {**common, "ph": "b", "ts": start_us, "args": args}
-    yield {**common, "ph": "e", "ts": end_us}
+    yield from _pair(common, (start_us, end_us), args)
 
 
-def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[TraceEvent]:
+def _pair(common: TraceEvent, times_us: tuple[float, float], args: TraceEvent) -> list[TraceEvent]:
+    """Return the begin and the end of an "async" event."""
+    start_us, end_us = times_us
+    return [
+        {**common, "ph": "b", "ts": start_us, "args": args},
+        {**common, "ph": "e", "ts": end_us},
+    ]
+
+
+def _batch(batch: BatchSpan, pid: int, shift_s: float) -> list[TraceEvent]:
     common: TraceEvent = {
         "name": f"batch {batch.number}",
         "cat": f"{batch.rank} batches",
@@ -123,22 +124,23 @@ def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[TraceEvent]:
         "requests": " ".join(batch.requests),
         "other_requests": batch.others,
     }
-    yield {**common, "ph": "b", "ts": _us(batch.start_s, shift_s), "args": args}
-    yield {**common, "ph": "e", "ts": _us(batch.end_s, shift_s)}
+    return _pair(common, (_us(batch.start_s, shift_s), _us(batch.end_s, shift_s)), args)
 
 
 def _track(pid: int, tid: int, name: str) -> list[TraceEvent]:
-    named: TraceEvent = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
-    sorted_: TraceEvent = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid}
-    return [{**named, "args": {"name": name}}, {**sorted_, "args": {"sort_index": tid}}]
+    common: TraceEvent = {"ph": "M", "pid": pid, "tid": tid}
+    return [
+        {**common, "name": "thread_name", "args": {"name": name}},
+        {**common, "name": "thread_sort_index", "args": {"sort_index": tid}},
+    ]
 
 
-def _named(what: str, pid: int, name: str) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": pid, "args": {"name": name}}
-
-
-def _order(pid: int) -> TraceEvent:
-    return {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+def _process(pid: int, name: str) -> list[TraceEvent]:
+    common: TraceEvent = {"ph": "M", "pid": pid}
+    return [
+        {**common, "name": "process_name", "args": {"name": name}},
+        {**common, "name": "process_sort_index", "args": {"sort_index": pid}},
+    ]
 
 
 def _us(at_s: float, zero_s: float) -> float:
