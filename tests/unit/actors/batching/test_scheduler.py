@@ -375,19 +375,6 @@ def test_decodes_run_before_prompts_and_latency_sensitive_prompts_before_best_ef
     assert batch.priority is Priority.LS
 
 
-def test_cancelled_sequence_keeps_blocks_until_its_batch_ends() -> None:
-    sim = Simulation()
-    sequence = sim.add(range(8), 4)
-    sim.start()
-    sim.scheduler.cancel(sequence.key)
-    assert sequence.block_table, "the batch still writes there"
-    sim.check()
-    sim.finish()
-    assert not sequence.block_table
-    assert len(sim.scheduler) == 0
-    assert sim.ended == []
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     arrivals=st.lists(

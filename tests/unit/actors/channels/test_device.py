@@ -120,31 +120,6 @@ def test_process_is_ending_from_its_exit_until_it_is_reaped() -> None:
     process.close()
 
 
-def test_ipc_memory_is_not_reused_before_the_readers_event(
-    ipc_pair: tuple[Endpoint, Endpoint], free_model: FreeModel
-) -> None:
-    left, right = ipc_pair
-    seen = []
-    for number in range(3):
-        send(left, "right", [torch.full((100,), float(number))], header(number))
-        packet = first_packet(right)
-        seen.append(packet.tensors[0])
-        free_model.held = True
-        free_model.host.launch("reader", 1.0)
-        packet.release()
-        free_model.host.current = Stream()  # of the next payload, which does not wait for readers
-        free_model.held = False
-    assert [float(t[0]) for t in seen] == [0.0, 1.0, 2.0]
-    assert len({t.data_ptr() for t in seen}) == 3
-    free_model.end_held()
-    send(right, "left", [torch.ones(1)], header())  # any call of the receiver sets the flags
-    first_packet(left).release()
-    send(left, "right", [torch.full((100,), 9.0)], header(9))
-    packet = first_packet(right)
-    assert packet.tensors[0].data_ptr() == seen[0].data_ptr()
-    packet.release()
-
-
 def test_nccl_packets_cross_in_exact_sizes(fake_nccl: Nccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         for number in range(10):
