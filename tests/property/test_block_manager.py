@@ -142,32 +142,6 @@ def test_least_recently_used_chain_is_evicted_from_its_end() -> None:
     assert blocks.evicted_total == 1
 
 
-def cache(blocks: BlockManager, first: int, *, batch: int, best_effort: bool) -> list[bytes]:
-    """Leave two full cached blocks; return their hashes."""
-    hashes = chain_hashes(range(first, first + 8), BLOCK)
-    table = blocks.take(matched := blocks.match(hashes, batch=batch), 2 - len(matched))
-    assert table is not None
-    register(blocks, table, range(first, first + 8), batch=batch)
-    blocks.commit(batch)
-    blocks.release(table, best_effort=best_effort)
-    return hashes
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_blocks_reused_by_ls_count_as_ls(again: bool) -> None:
-    blocks = BlockManager(6)
-    shared = cache(blocks, 0, batch=0, best_effort=True)
-    of_ls = cache(blocks, 100, batch=1, best_effort=False)
-    of_be = cache(blocks, 200, batch=2, best_effort=True)
-    if again:
-        cache(blocks, 0, batch=3, best_effort=False)
-    assert blocks.take([], 2) is not None
-    assert len(blocks.match(of_ls, batch=4)) == 2
-    assert len(blocks.match(shared, batch=4)) == (2 if again else 0)
-    assert len(blocks.match(of_be, batch=4)) == (0 if again else 2)
-    blocks.check([[block] for block in range(6) if blocks._references[block]])
-
-
 def test_integrity_check_reports_a_lost_block() -> None:
     blocks = BlockManager(3)
     blocks.take([], 1)
