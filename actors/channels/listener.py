@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -195,13 +194,12 @@ class HandshakeListener:
         self._answer = answer
         self._on_accepted = accepted
         self._pending = PendingHandshakes(me.name)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)  # signals the end of a handshake
         self._stopping = threading.Event()
         self._live: set[threading.Thread] = set()
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-accept", daemon=True)
-        sock.setblocking(False)
+        sock.setblocking(True)
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
@@ -214,29 +212,23 @@ class HandshakeListener:
             self._ended.notify_all()
             live = tuple(self._live)
         self._pending.close()
-        os.eventfd_write(self._stop_fd, 1)
+        shut_down(self._sock)  # ends `accept`
         for thread in (self._thread, *live):
             thread.join(max(end_s - monotonic_s(), 0.0))
         self._sock.close()
-        os.close(self._stop_fd)
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._stop_fd, select.POLLIN)
         while not self._stopping.is_set():
-            poller.poll()
             self._accept_one()
 
     def _accept_one(self) -> None:
-        """Start one handshake, if a connection is waiting."""
+        """Wait for a connection and start its handshake."""
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:  # woken to stop, or the peer disconnected
-            return
         except OSError as error:  # out of descriptors or memory: do not spin
-            self._pending.log_limited("accept_failed", str(error))
-            self._stopping.wait(ACCEPT_RETRY_S)
+            if not self._stopping.is_set():
+                self._pending.log_limited("accept_failed", str(error))
+                self._stopping.wait(ACCEPT_RETRY_S)
             return
         try:
             self._pending.enter(sock, address_of(sock))
