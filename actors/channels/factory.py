@@ -73,8 +73,24 @@ def make_endpoint(
     device: torch.device,
     placement: str = "",
 ) -> Endpoint:
-    """Create an endpoint. `config.backend` must not be "auto". Raises ChannelError."""
-    return _backend(config.backend, device)(
+    """Create an endpoint. `config.backend` must not be "auto". Raises ChannelError.
+
+    Checks that this machine and the device are fit for the backend.
+    """
+    backend = BACKENDS.get(config.backend)
+    if backend is None:
+        raise ChannelError(
+            f"channel.backend={config.backend}: choose {_alternatives(BACKENDS)} before making an "
+            "endpoint"
+        )
+    if device.type != backend.memory:
+        others = [key for key, other in BACKENDS.items() if other.memory == device.type]
+        raise ChannelError(
+            f"channel.backend={config.backend} moves {backend.memory} memory, this rank computes "
+            f"on {device}: use {_alternatives(others)}"
+        )
+    backend.require()
+    return backend.endpoint(
         name=name,
         token=token,
         epoch=epoch,
@@ -83,23 +99,6 @@ def make_endpoint(
         device=with_device_index(device),
         placement=placement,
     )
-
-
-def _backend(name: str, device: torch.device) -> type[Endpoint]:
-    """Return the endpoint class after checking this machine. Raises ChannelError."""
-    backend = BACKENDS.get(name)
-    if backend is None:
-        raise ChannelError(
-            f"channel.backend={name}: choose {_alternatives(BACKENDS)} before making an endpoint"
-        )
-    if device.type != backend.memory:
-        others = [key for key, other in BACKENDS.items() if other.memory == device.type]
-        raise ChannelError(
-            f"channel.backend={name} moves {backend.memory} memory, this rank computes on {device}:"
-            f" use {_alternatives(others)}"
-        )
-    backend.require()
-    return backend.endpoint
 
 
 def _alternatives(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ checks the loop: an endpoint whose owner's loop stalls stops sending, and its pe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -147,24 +148,15 @@ class HeartbeatMonitor:
             if self.gone or self._sock.fileno() < 0:
                 return
             try:
-                self._drain(now_s)
-                if beats:
-                    self._sock.send(_HEARTBEAT)
-            except BlockingIOError:
-                pass
+                with contextlib.suppress(BlockingIOError):
+                    while self._sock.recv(4096):
+                        self.last_seen_s = now_s
+                    self.gone = True
+                with contextlib.suppress(BlockingIOError):
+                    if beats:
+                        self._sock.send(_HEARTBEAT)
             except OSError:
                 self.gone = True
-
-    def _drain(self, now_s: float) -> None:
-        while True:
-            try:
-                beats = self._sock.recv(4096)
-            except BlockingIOError:
-                return
-            if not beats:
-                self.gone = True
-                return
-            self.last_seen_s = now_s
 
     def close(self) -> None:
         with self._lock:

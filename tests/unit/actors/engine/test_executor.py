@@ -455,12 +455,6 @@ def cut(batch: ScheduledBatch, plan: Plan) -> list[BatchPart]:
     return cut_batch(batch, plan, [float(chunk.stop - chunk.start) for chunk in batch.chunks])
 
 
-def test_sequences_sharing_blocks_are_not_cut_lengthwise() -> None:
-    batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
-    parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
-    assert shape(parts) == [[(0, 0, 64), (1, 32, 96)]]
-
-
 def test_only_first_piece_makes_copies() -> None:
     batch = batch_of([(0, 1), (5, 45)])
     copies = (BlockCopy(3, 9, 0, 5),)
