@@ -66,10 +66,9 @@ class FakeLink:
         self.peer = "expert-3"
         self.monitor = HeartbeatMonitor(sock, self.peer, 0.0)
         self.blocked_since_s: float | None = None
-        self.flushed = 0
 
     def flush(self) -> None:
-        self.flushed += 1
+        """Nothing is buffered."""
 
 
 class Ward:
