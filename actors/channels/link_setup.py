@@ -49,7 +49,9 @@ class _ClockReading(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-_Data = TypeVar("_Data", _Extra, _ClockReading)
+_decode_extra = msgspec.msgpack.Decoder(_Extra).decode
+_decode_reading = msgspec.msgpack.Decoder(_ClockReading).decode
+_Data = TypeVar("_Data")
 
 
 class _PendingSocket(msgspec.Struct, frozen=True):
@@ -150,7 +152,7 @@ class LinkSetup:
                 extra=msgspec.msgpack.encode(extra),
                 deadline_s=max(end_s - monotonic_s(), 1e-3),
             )
-            reading = _data_of(remote, _ClockReading)
+            reading = _data_of(remote, _decode_reading, "answer as")
             self._check_epoch(peer, reading.epoch)
             return sock, _offset_s(reading, (start_s + self._clock()) / 2), reading.epoch
         except HandshakeError:
@@ -159,7 +161,7 @@ class LinkSetup:
 
     def _check_peer(self, remote: Remote) -> bytes:
         """Refuse an authenticated peer whose settings do not match. Runs on a handshake thread."""
-        extra = _data_of(remote, _Extra)
+        extra = _data_of(remote, _decode_extra, "request")
         if extra.backend != self._backend:
             raise HandshakeError(
                 f"it uses backend {extra.backend}, {self._me.name} uses {self._backend}: "
@@ -185,7 +187,7 @@ class LinkSetup:
 
     def _on_accepted(self, sock: socket.socket, remote: Remote) -> None:
         """Keep the first socket of a link, join with the second. Runs on a handshake thread."""
-        extra = _data_of(remote, _Extra)
+        extra = _data_of(remote, _decode_extra, "request")
         arrived = _PendingSocket(sock, remote, extra, monotonic_s())
         with self._lock:
             self._close_expired()
@@ -220,11 +222,10 @@ class LinkSetup:
                 self._pending.pop(link_id).sock.close()
 
 
-def _data_of(remote: Remote, kind: type[_Data]) -> _Data:
+def _data_of(remote: Remote, decode: Callable[[bytes], _Data], verb: str) -> _Data:
     try:
-        return msgspec.msgpack.decode(remote.extra, type=kind)
+        return decode(remote.extra)
     except FRAME_ERRORS:
-        verb = "request" if kind is _Extra else "answer as"
         raise HandshakeError(f"{remote.name} did not {verb} a channel") from None
 
 

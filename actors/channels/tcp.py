@@ -126,7 +126,7 @@ class _OutgoingPacket:
         now, self._unsent = self._unsent[:max_bytes], self._unsent[max_bytes:]
         body, self._body = self._body, b""
         head = PIECE.pack(self.lane << _LANE_SHIFT | len(now), len(body)) + body
-        return [memoryview(head), now] if now else [memoryview(head)]
+        return [memoryview(head), now]
 
 
 class _IncomingPacket:
@@ -281,7 +281,7 @@ class TcpLink(Link):
                 lane, size = word >> _LANE_SHIFT, word & ~(1 << _LANE_SHIFT)
                 if body_size:
                     arriving[lane] = self._start_packet(arriving[lane], body, body_size)
-                packet = self._continue_packet(arriving[lane], size, first=body_size > 0)
+                packet = self._continue_packet(arriving[lane], size)
                 self._fill(packet.next_view(size))
                 if not packet.missing:
                     arriving[lane] = None
@@ -308,9 +308,7 @@ class TcpLink(Link):
         self._fill(body[:size])
         return _IncomingPacket(decode_payload(body[:size]), self._pool)
 
-    def _continue_packet(
-        self, packet: _IncomingPacket | None, size: int, *, first: bool
-    ) -> _IncomingPacket:
+    def _continue_packet(self, packet: _IncomingPacket | None, size: int) -> _IncomingPacket:
         """Return the packet that the next `size` payload bytes belong to. Raises PeerError."""
         if packet is None:
             raise PeerError(f"{self.peer} continued a packet that it never started", self.peer)
@@ -318,7 +316,7 @@ class TcpLink(Link):
             raise PeerError(
                 f"{self.peer} sent {size} bytes of a packet with {packet.missing} left", self.peer
             )
-        if not size and not first:
+        if not size:
             raise PeerError(f"{self.peer} continued a packet with no byte", self.peer)
         return packet
 
