@@ -27,18 +27,13 @@ from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
     Batch,
-    BatchReport,
     CurrentPlacement,
-    ExpertReport,
     FromPlanner,
     NoPlanReason,
     PlacementProposal,
-    PlacementReport,
     PlanRequest,
     PlanResponse,
-    RoutingSampleReport,
     ToPlanner,
-    TrafficReport,
 )
 from contracts.ranks import RankSpec
 from planner.online.buckets import BatchBucket, bucket_of
@@ -53,15 +48,7 @@ MAX_PLANS = 4096
 MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while more is unsent
 _decode = msgspec.msgpack.Decoder(FromPlanner).decode
 
-Report = (
-    BatchReport
-    | ExpertReport
-    | TrafficReport
-    | RoutingSampleReport
-    | PlacementReport
-    | CurrentPlacement
-)
-MakeReport = Callable[[], Report | None]
+MakeReport = Callable[[], ToPlanner | None]
 
 
 class PlacementCallbacks(NamedTuple):

@@ -87,9 +87,8 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         pool_tokens=blocks.num_blocks * config.kv.block_tokens,
     )
     endpoint = rank_endpoint(spec, half.device, monotonic_s)
-    spans = config.trace.spans
-    recorded = recording(telemetry, spans, lambda _: watch.record_progress(), planning.observe)
-    recorded = recorded.following(endpoint.bytes_moved)
+    observers = (lambda _: watch.record_progress(), planning.observe)
+    recorded = recording(spec, telemetry, endpoint.bytes_moved, *observers)
     sample = _sample(spec, half.spec, planning)
     backend, client = _experts(spec, half, endpoint, recorded, sample)
     parts = ExecutorParts(

@@ -65,8 +65,7 @@ def expert_rank(spec: RankSpec) -> Rank:
         settled=lambda: reports.link.report(reports.current),
     )
     _register_metrics(rebalancer, spec.name, telemetry)
-    recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
-    recorded = recorded.following(endpoint.bytes_moved)
+    recorded = recording(spec, telemetry, endpoint.bytes_moved, reports.observe)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
     choice = priorities.preemption(oldest_of_highest_class, priorities.user.serve)
     server = ExpertServer(

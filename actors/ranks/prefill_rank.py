@@ -87,11 +87,12 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     watch = LoopWatchdog(
         spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
     )
-    recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
+    recorded = recording(
+        spec, telemetry, lambda: supply.bytes_moved(), lambda _: watch.record_progress()
+    )
     work = work_of(shape_of(half.spec, half.dtype.itemsize))
     facts = BatchFacts(work, _first_shares(spec, half))
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry, facts)
-    recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
     # Without a KV cache states start and end with a batch, and so do shared blocks.
     has_states = half.spec.recurrent is not None

@@ -245,12 +245,7 @@ class Recording(NamedTuple):
 
     timeline: Timeline
     metrics: RankMetrics
-    bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
-
-    def following(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
-        """Return a copy with this source of bytes moved, attached to the metrics."""
-        self.metrics.attach(self.timeline, bytes_moved)
-        return self._replace(bytes_moved=bytes_moved)
+    bytes_moved: Callable[[], tuple[int, int]]
 
     def sections(self) -> dict[str, dict[str, float]]:
         """exposed_s: time in which the rank waited while a payload for it was in transit."""
@@ -263,16 +258,21 @@ class Recording(NamedTuple):
 
 
 def recording(
-    metrics: RankMetrics, capacity: int, *observers: Callable[[Recorded], None]
+    spec: RankSpec,
+    metrics: RankMetrics,
+    bytes_moved: Callable[[], tuple[int, int]],
+    *observers: Callable[[Recorded], None],
 ) -> Recording:
-    """Return the recording of a rank. capacity: of the timeline. observers: receive every span."""
+    """Return the recording of a rank. observers: receive every span."""
 
     def observe(span: Recorded) -> None:
         metrics.span(span)
         for each in observers:
             each(span)
 
-    return Recording(Timeline(capacity, observe), metrics)
+    timeline = Timeline(spec.config.trace.spans, observe)
+    metrics.attach(timeline, bytes_moved)
+    return Recording(timeline, metrics, bytes_moved)
 
 
 class Rank:

@@ -124,5 +124,5 @@ def stub_rank(spec: RankSpec) -> Rank:
         observers=[prefill_log],
     )
     served = ServedModel(model.vocab_size, context_tokens)
-    recorded = recording(telemetry, spec.config.trace.spans)
+    recorded = recording(spec, telemetry, lambda: (0, 0))
     return serving_rank(spec, served, serving, recorded, RankHooks())
