@@ -21,7 +21,7 @@ from contracts.requests import (
     check_lengths,
     check_sampling,
 )
-from planner.scheduling.measured_rates import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
+from planner.scheduling.admission import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
 
 
 class RankAdmission(NamedTuple):

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from planner.costs.exchange_volume import ExchangeScheme, moved_rows
-from planner.scheduling.measured_rates import TaskTimes
+from planner.scheduling.task_order import TaskTimes
 
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3

@@ -21,8 +21,7 @@ from planner.scheduling.batching import (
     Phase,
     SequenceView,
 )
-from planner.scheduling.preemption import PolicyFallbackError
-from planner.scheduling.task_order import QueueHead, Task, TaskStage
+from planner.scheduling.task_order import PolicyFallbackError, QueueHead, Task, TaskStage
 
 MAX_FAILURES = 10  # failures after which it is disabled
 SLOW_S, SLOW_CALLS = 0.001, 100  # mean time per call, over this many calls

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.requests import Priority
-from planner.scheduling.preemption import would_miss_due_time
+from planner.scheduling.task_order import would_miss_due_time
 from tests.support.simulated_ranks import TICKS_PER_S, Chosen, Part, Pass, Rank, World
 
 seeds = st.integers(0, 2**32)

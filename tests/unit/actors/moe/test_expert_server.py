@@ -30,8 +30,7 @@ from models.experts.expert_loading import clamped_gate
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
-from planner.scheduling.preemption import Preemption
-from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
+from planner.scheduling.task_order import Preemption, QueueHead, oldest_of_highest_class
 from tests.support.manual_clock import ManualClock
 from tests.support.tiny_models import Checkpoints
 
