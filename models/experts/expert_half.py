@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from contracts.expert_eviction import ExpertKey
 from kernels.experts import add_at_once, expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
 from kernels.steps import Steps, add_tiled
+from models.experts.expert_eviction import ExpertKey
 from models.experts.expert_loading import (
     ExpertLayer,
     join_layers,
