@@ -47,8 +47,7 @@ from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder,
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
-from planner.placement.replicas import FewestRanksChooser, RoundRobinChooser
-from planner.placement.slots import LayerSlots
+from planner.placement.slots import FewestRanksChooser, LayerSlots, RoundRobinChooser
 
 WAIT_S: Final = 0.005  # then the loop of the attention rank runs
 GIVE_UP_S: Final = 0.5  # then the layer uses packets

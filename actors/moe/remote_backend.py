@@ -43,7 +43,7 @@ from models.decoder.layer_decoder import LayerDecoder
 from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
-from planner.placement.replicas import MAX_TOP_K
+from planner.placement.slots import MAX_TOP_K
 from planner.schedule.batch_plan import token_group_bounds
 
 log = logging.getLogger("tandem.experts")

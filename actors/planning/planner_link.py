@@ -41,7 +41,7 @@ from contracts.planner_messages import (
     TrafficReport,
 )
 from contracts.ranks import RankSpec
-from planner.online.buckets import BatchBucket, bucket_of
+from planner.schedule.batch_plan import BatchBucket, bucket_of
 
 log = logging.getLogger("tandem.planner_link")
 

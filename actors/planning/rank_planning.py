@@ -33,9 +33,8 @@ from contracts.plan import Plan
 from contracts.planner_messages import Batch, BatchReport, NoPlanReason, PlanSource, TrafficReport
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
-from planner.online.buckets import bucket_of
 from planner.online.split_trials import TRIAL_REPORTS
-from planner.schedule.batch_plan import default_plan, fit_plan
+from planner.schedule.batch_plan import bucket_of, default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
 

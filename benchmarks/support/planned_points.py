@@ -16,7 +16,7 @@ from contracts.plan import Plan
 from contracts.traces import TaskSpan, exposed_communication
 from planner.costs.model_shape import ModelShape
 from planner.schedule.extended_plans import equal_ends, solve_extended
-from planner.schedule.replay import Replay
+from planner.schedule.schedule import Replay
 from planner.schedule.solver import PlannedBatch, solve
 
 CALIBRATION_ROUNDS = 2

@@ -21,11 +21,10 @@ from starlette.requests import Request
 
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
-from contracts.api_keys import ApiKey
+from contracts.api_keys import ApiKey, Keys, decode_keys, keys_bytes
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError, OverloadError, UnauthorizedError
-from contracts.keys_file import Keys, decode_keys, keys_bytes
 from contracts.logs import event
 from contracts.requests import DIGEST_BYTES, Caller
 from planner.scheduling.admission import TokenBucket

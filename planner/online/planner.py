@@ -25,12 +25,17 @@ from planner.costs.fit import OnlineLinear
 from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.routing_shape import Spread
 from planner.costs.stages import FREE, Linear, PlanSpec
-from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
 from planner.online.split_trials import SplitTrials
 from planner.online.stages import SizedStage
-from planner.schedule.batch_plan import planned_batch, replayed_ms, uncut_batch
+from planner.schedule.batch_plan import (
+    BatchBucket,
+    bucket_of,
+    planned_batch,
+    replayed_ms,
+    uncut_batch,
+)
 from planner.schedule.solver import PlannedBatch
 
 DRIFT = 0.15  # relative change of a stage at a reference size that starts a new version

@@ -10,7 +10,7 @@ before, between and after them run in the selected way.
 import statistics
 from collections import deque
 
-from planner.online.buckets import BatchBucket
+from planner.schedule.batch_plan import BatchBucket
 
 TRIAL_REPORTS = 4  # times that are compared
 LEAST_GAIN = 0.05  # of the slower median; smaller differences change nothing

@@ -239,6 +239,34 @@ def share_table(layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> Floa
     return table_VR
 
 
+MAX_LOOKED_UP = 256  # tokens of a prompt, evenly spaced
+
+
+class LocalShares:
+    """Predicted share of a prompt's experts on each worker: the mean over layers, by token id.
+
+    Speculative MoE, Section 3.3, for whole requests: with experts divided among workers, pairs
+    whose expert is on the request's worker need no transfer. Ids without counts have the mean.
+    """
+
+    def __init__(self, layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> None:
+        """layers: for each, counted pairs and the experts of each worker [E, W]."""
+        self._table_VR = share_table(layers, top_k).astype(np.float32)
+
+    def of_tokens(self, token_ids: Sequence[int], start: int = 0) -> list[float]:
+        """Return the share of the pairs of tokens [start, end) on each worker; zeros for none.
+
+        The time is bounded by MAX_LOOKED_UP."""
+        count = len(token_ids) - start
+        if count <= 0:
+            return [0.0] * self._table_VR.shape[1]
+        step = -(-count // MAX_LOOKED_UP) | 1  # odd, against prompts of pairs
+        ids_T = np.array(token_ids[start::step], np.int64)
+        rows_T = np.minimum(ids_T, len(self._table_VR) - 1)
+        means: list[float] = self._table_VR.take(rows_T, axis=0).mean(0).tolist()
+        return means
+
+
 def rank_of_ids(shares_VR1: Floats) -> Ints:
     """Return the rank of each id [V]: ids with the least regret leave overloaded ranks.
 

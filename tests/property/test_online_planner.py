@@ -13,7 +13,6 @@ from contracts.hardware import Hardware
 from contracts.plan import Plan
 from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
 from planner.costs.model_shape import ModelShape
-from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import (
     LEAST_DIFFERENCE,
@@ -28,6 +27,8 @@ from planner.online.split_trials import REPEAT_REPORTS, TRIAL_REPORTS, SplitTria
 from planner.schedule.batch_plan import (
     LEAST_GAIN,
     MORE_TOKENS,
+    STEPS_PER_OCTAVE,
+    bucket_of,
     fit_plan,
     plan_batch,
     sequence_ranges,

@@ -12,8 +12,8 @@ from actors.moe.dispatch import RankSlice, plan_dispatch
 from benchmarks.placement.synthetic import planted
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
-from planner.placement.alignment import aligned
 from planner.placement.layout import EMPTY, Layout, Objective, usual_costs
+from planner.placement.nodes import aligned
 from planner.placement.resize import (
     MAX_FAILOVER_RANKS,
     experts_received,

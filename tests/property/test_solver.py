@@ -14,11 +14,13 @@ from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import chunk_bounds, plan_batch
 from planner.schedule.extended_plans import Cut, batch_lower_bound, search, solve_extended
 from planner.schedule.recurrence import makespan_ms
-from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (
+    ATTENTION_GROUP,
+    RESOURCES,
     MicroBatchTimes,
     Schedule,
     pieces_of,
+    replay,
     schedule_of,
     token_groups,
 )

@@ -19,8 +19,7 @@ from contracts.config import ChannelConfig
 from contracts.plan import Order
 from contracts.requests import Priority
 from contracts.traces import TRANSFERS, length, union
-from planner.schedule.replay import replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, replay
 from tests.support.cuda_model import CudaModel, Host, ModelError, Nccl, Socket, model, range_of
 
 CPU = torch.device("cpu")

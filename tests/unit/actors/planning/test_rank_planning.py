@@ -40,10 +40,10 @@ from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
-from planner.online.buckets import bucket_of
 from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
+from planner.schedule.batch_plan import bucket_of
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.support.fork_server import start_forked
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until

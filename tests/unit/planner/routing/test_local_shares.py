@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.placement.synthetic import planted
+from planner.placement.routing import LocalShares
 from planner.routing.backlog import Backlog
-from planner.routing.local_shares import LocalShares
 from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
@@ -39,7 +39,7 @@ def test_share_follows_counts_and_is_the_mean_for_ids_without_any() -> None:
         assert shares.of_tokens(unknown) == pytest.approx([mean, 1 - mean], abs=1e-6)
     assert shares.of_tokens([1, 1, 2, 2], start=2) == shares.of_tokens([2, 2])
     assert shares.of_tokens([2, 2], start=2) == shares.of_tokens([]) == [0.0, 0.0]
-    long = range(10**12)  # only MAX_TOKENS of it are made
+    long = range(10**12)  # only MAX_LOOKED_UP of it are made
     assert shares.of_tokens(long, start=1) == pytest.approx([mean, 1 - mean], abs=0.01)
     assert shares.of_tokens([1, 2] * 999) == pytest.approx(shares.of_tokens([1, 2]), abs=0.01)
 

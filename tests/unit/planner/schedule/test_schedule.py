@@ -25,8 +25,14 @@ from planner.schedule.deployment_search import (
 )
 from planner.schedule.placed_routing import spread_of
 from planner.schedule.recurrence import makespan_ms, makespan_of_layers_ms
-from planner.schedule.replay import EXPERT_GROUP, replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, schedule_of
+from planner.schedule.schedule import (
+    EXPERT_GROUP,
+    GroupRun,
+    MicroBatchTimes,
+    Schedule,
+    replay,
+    schedule_of,
+)
 from planner.schedule.solver import PlannedBatch, solve
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 
