@@ -89,25 +89,20 @@ class OnlinePlanner:
         following = OnlineModels(setup)
         if before and setup.refit:
             following.carry_over(before[-1].models)
-        file = None if setup.hardware is None else OnlineModels(setup)
+        views = [_ModelView(following, _identity())]
+        if setup.hardware is not None:
+            file = OnlineModels(setup)
+            views = [_ModelView(file, None), _ModelView(file, _identity()), *views]
         self._setup, self._following = setup, following
-        refit_view = _ModelView(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-        self._model_views = [refit_view]
-        if file is not None:
-            as_measured = _ModelView(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-            self._model_views = [_ModelView(file, None), as_measured, refit_view]
-        self._selector = ModelSelector(len(self._model_views))
-        if len(before) == len(self._model_views):
-            lines = [view.line for view in before]
-            self._model_views = [
-                view._replace(line=line)
-                for view, line in zip(self._model_views, lines, strict=True)
-            ]
+        self._selector = ModelSelector(len(views))
+        if len(before) == len(views):
+            views = [new._replace(line=old.line) for new, old in zip(views, before, strict=True)]
             self._selector.selected = selected
+        self._model_views = views
         self._known: OrderedDict[BatchBucket, PlannedBatch] = OrderedDict()
         self._reference = _reference_times(self._models)
         self._reports = 0
-        self._solo_line = OnlineLinear(Linear(0.0, 1.0), _EVEN)
+        self._solo_line = _identity()
         self._between = SizedStage(None, _TYPICAL_SEQUENCES)
         self._trials = SplitTrials()
 
@@ -261,6 +256,10 @@ class _ModelView(NamedTuple):
     def update_line(self, replayed_ms: float, measured_ms: float) -> None:
         if self.line is not None:
             self.line.update(replayed_ms, measured_ms)
+
+
+def _identity() -> OnlineLinear:
+    return OnlineLinear(Linear(0.0, 1.0), _EVEN)
 
 
 def _replayed_ms(

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.placement.synthetic import planted
 from planner.placement.routing import LocalShares
-from planner.routing.backlog import Backlog
+from planner.routing.backlog import Backlog, HeldRequest
 from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
@@ -49,7 +49,7 @@ def test_prefix_wins_over_experts_and_load_bounds_their_weight() -> None:
     document, odd, homes = [2] * 4 * BLOCK, [1] * BLOCK, []
     more = [[n] * BLOCK for n in range(3, 79, 2)]  # without a limit worker 1 would get them all
     for number, tokens in enumerate((document, [*document, *odd], odd, *more)):
-        backlog.put(prompt_of(tokens, number), token_ids=tokens)
+        backlog.put(HeldRequest(prompt_of(tokens, number), token_ids=tokens))
         homes += [each.worker for each in backlog.take()]
     assert homes[:5] == [0, 0, 1, 1, 1]
     assert 10 < sum(homes) < len(homes) - 10
@@ -69,7 +69,7 @@ def test_requests_have_more_local_pairs_at_equal_load() -> None:
         local, load_W = 0, np.zeros(WORKERS)
         for number, row in enumerate(rows):
             ids = routing.ids_P[row].tolist()
-            backlog.put(prompt_of([number, *ids], number), token_ids=ids)
+            backlog.put(HeldRequest(prompt_of([number, *ids], number), token_ids=ids))
             (sent,) = backlog.take()
             local += int((group_E[routing.sets_PK[row]] == sent.worker).sum())
             load_W[sent.worker] += len(row)
