@@ -231,10 +231,10 @@ class OnlinePlanner:
         self._check_drift(least_reports=REPORTS_BETWEEN)
 
     def _check_drift(self, *, least_reports: int) -> None:
+        if self._reference and self._reports < least_reports:
+            return
         times = _reference_times(self._models)
-        warmed_up = bool(times) and not self._reference
-        due = self._reports >= least_reports and _drifted(self._reference, times)
-        if warmed_up or due:
+        if (times and not self._reference) or _drifted(self._reference, times):
             self._reports = 0
             self._reference = times
             self._plan_again()
