@@ -30,10 +30,16 @@ from contracts import metrics
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.planner_messages import Batch, BatchReport, NoPlanReason, PlanSource, TrafficReport
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    Batch,
+    BatchReport,
+    NoPlanReason,
+    PlanSource,
+    TrafficReport,
+)
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
-from planner.online.split_trials import TRIAL_REPORTS
 from planner.schedule.batch_plan import bucket_of, default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")

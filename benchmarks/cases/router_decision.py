@@ -24,7 +24,7 @@ from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.backlog import Backlog, HeldRequest
 from planner.routing.open_requests import flops_work
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.paper_routing import route_unsaturated
 
 WORKERS = 8

@@ -35,7 +35,7 @@ from planner.routing.router import (
     prefix_while_busy,
     prefix_within_round,
 )
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.paper_routing import route, route_unsaturated, transfer_threshold_flops
 
 QWEN3_235B = {

@@ -24,8 +24,7 @@ from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerS
 from planner.routing.backlog import Backlog, HeldRequest, Lane, Locality
 from planner.routing.open_requests import RequestWork
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_state import MissingReportsError
+from planner.routing.worker_state import MissingReportsError, SaturationConfig
 
 log = logging.getLogger("tandem.prefill_router")
 

@@ -187,7 +187,7 @@ def check_fits(
 Line = tuple[int, ...]
 
 
-def ranks_of(slots_per_rank: Sequence[int]) -> Ints:
+def ranks_of(slots_per_rank: Sequence[int] | Ints) -> Ints:
     """Return the rank of each slot."""
     return np.repeat(np.arange(len(slots_per_rank)), slots_per_rank)
 
@@ -232,7 +232,7 @@ def contiguous_line(load_E: Ints, slots_per_rank: Sequence[int]) -> Line:
 
     A replica divides the load that an expert counts."""
     homes_R = first_homes(len(load_E), slots_per_rank)
-    ranks_E = np.repeat(np.arange(len(homes_R)), homes_R)
+    ranks_E = ranks_of(homes_R)
     lines = [np.flatnonzero(ranks_E == rank).tolist() for rank in range(len(homes_R))]
     replicas_E = np.ones(len(load_E))
     for _ in range(max(slots_per_rank)):

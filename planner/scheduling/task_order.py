@@ -163,10 +163,6 @@ class Work(Protocol):
 W = TypeVar("W", bound=Work)
 
 
-def _ignore(seconds: float) -> None:
-    """Ignore a notification."""
-
-
 class Preemption(Generic[W]):
     """Preemption on one rank; owned by its loop. Times must not decrease.
 
@@ -180,8 +176,8 @@ class Preemption(Generic[W]):
         *,
         be_share: float,
         choose: Callable[[Sequence[W]], W | None] | None = None,
-        on_blocked: Callable[[float], None] = _ignore,
-        on_resumed: Callable[[float], None] = _ignore,
+        on_blocked: Callable[[float], None] = lambda seconds: None,
+        on_resumed: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """Create the policy.
 

@@ -10,7 +10,7 @@ from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.backlog import Backlog, HeldRequest, Lane, WorkerQueue
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3

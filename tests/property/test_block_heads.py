@@ -8,7 +8,7 @@ from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.backlog import Backlog, HeldRequest, Lane
 from planner.routing.prefix_index import MAX_HEADS, STEP_TOKENS, BlockHeadIndex, block_head_keys
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import quadratic_work
 
 WORKERS = 3

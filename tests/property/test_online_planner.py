@@ -11,19 +11,27 @@ from hypothesis import strategies as st
 
 from contracts.hardware import Hardware
 from contracts.plan import Plan
-from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    Batch,
+    BatchReport,
+    ExpertReport,
+    MicroBatchReport,
+    RowsTime,
+)
 from planner.costs.model_shape import ModelShape
 from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import (
     LEAST_DIFFERENCE,
+    REPEAT_REPORTS,
     REPORTS_BETWEEN,
     TRIAL_BATCHES,
     ModelSelector,
     NoPlanError,
     OnlinePlanner,
+    SplitTrials,
 )
 from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
-from planner.online.split_trials import REPEAT_REPORTS, TRIAL_REPORTS, SplitTrials
 from planner.schedule.batch_plan import (
     LEAST_GAIN,
     MORE_TOKENS,

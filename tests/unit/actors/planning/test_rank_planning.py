@@ -34,13 +34,18 @@ from contracts.config import ScheduleConfig
 from contracts.errors import ResourceError
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
-from contracts.planner_messages import BatchReport, PlanRequest, PlanResponse, RoutingSampleReport
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    BatchReport,
+    PlanRequest,
+    PlanResponse,
+    RoutingSampleReport,
+)
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
-from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from planner.schedule.batch_plan import bucket_of

@@ -8,7 +8,7 @@ from planner.placement.routing import LocalShares
 from planner.routing.backlog import Backlog, HeldRequest
 from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import BLOCK, prompt_of
 
 WORKERS, TOP_K, EXPERTS = 2, 2, 8
