@@ -160,9 +160,10 @@ class Offloaded:
     ) -> None:
         when, _, order = name.removesuffix(STORED).partition(", ")
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
-        kind = cast("EvictionKind", order)
         self.tier = tier
-        self.cache = ExpertCache(tier, slot_format.slots(slots), kind, deadline_s=30.0)
+        self.cache = ExpertCache(
+            tier, slot_format.slots(slots), cast("EvictionKind", order), deadline_s=30.0
+        )
         self.predictor: ExpertPredictor | None = None
         if hints in (ORACLE, "wrong"):
             self.predictor = Oracle(model.half, {}, wrong=hints == "wrong")

@@ -150,12 +150,11 @@ class OnlinePlanner:
             return planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
         return uncut_batch(spec, batch, chunk_ms)
 
-    def expected_ms(self, planned: PlannedBatch) -> float:
-        """Return the expected makespan, with costs that have no stage model (logits, sampling)."""
-        return self._view.expected_ms(planned.makespan_ms)
-
     def predict_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
-        """Return the expected makespan on these micro-batches; None while a stage is cold."""
+        """Return the expected makespan on these micro-batches; None while a stage is cold.
+
+        It includes costs that have no stage model (logits, sampling).
+        """
         replayed_ms = _replayed_ms(self._models, plan, micro_batches)
         return None if replayed_ms is None else self._view.expected_ms(replayed_ms)
 

@@ -47,11 +47,10 @@ class Measured(NamedTuple):
     """Figures of a placement on a sample.
 
     copies: mean number of ranks that a token is sent to. load: pairs of the busiest rank over the
-    mean, for the whole sample; batch_load: the mean of the same per batch."""
+    mean."""
 
     copies: float
     load: float
-    batch_load: float
 
 
 def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Array]:
@@ -63,18 +62,13 @@ def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Arra
 def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
     """Return the figures of a placement on the sample."""
     ranks, tokens = len(placed.bounds), len(routing.sets_PK)
-    copies, pairs_R, batch_loads = 0, np.zeros(ranks, np.int64), []
+    copies, pairs_R = 0, np.zeros(ranks, np.int64)
     for ranks_TK in batches_of_ranks(routing, placed):
         ordered_TK = np.sort(ranks_TK, axis=1)
         copies += len(ordered_TK) + int((ordered_TK[:, 1:] != ordered_TK[:, :-1]).sum())
-        of_batch_R = np.bincount(ranks_TK.ravel(), minlength=ranks)
-        batch_loads.append(of_batch_R.max() / of_batch_R.mean())
-        pairs_R += of_batch_R
-    return Measured(
-        copies / max(1, tokens),
-        float(pairs_R.max() / pairs_R.mean()) if tokens else 1.0,
-        float(np.mean(batch_loads)) if batch_loads else 1.0,
-    )
+        pairs_R += np.bincount(ranks_TK.ravel(), minlength=ranks)
+    load = float(pairs_R.max() / pairs_R.mean()) if tokens else 1.0
+    return Measured(copies / max(1, tokens), load)
 
 
 def line_price(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from contracts.plan import Order, Plan
-from contracts.traces import Stage, TaskSpan, exposed_communication
+from contracts.traces import Stage, TaskSpan
 from planner.costs.stages import PlanSpec
 from planner.scheduling.task_order import Task, TaskStage, static_order
 
@@ -125,15 +125,10 @@ RESOURCES = (ATTENTION_GROUP, A2E_LINK, EXPERT_GROUP, E2A_LINK)
 
 
 class Replay(NamedTuple):
-    """Spans in seconds in the order of placing; totals in ms, by resource.
-
-    exposed_ms: communication during which neither group computes.
-    """
+    """Spans in seconds in the order of placing."""
 
     spans: list[TaskSpan]
     makespan_ms: float
-    busy_ms: dict[str, float]
-    exposed_ms: float
 
 
 class ScheduleSimulator:
@@ -186,12 +181,7 @@ class ScheduleSimulator:
         return end_ms
 
     def result(self) -> Replay:
-        makespan_ms = max(self.free_ms.values())
-        busy_ms = {
-            resource: 1e3 * sum(s.end_s - s.start_s for s in self.spans if s.resource == resource)
-            for resource in RESOURCES
-        }
-        return Replay(self.spans, makespan_ms, busy_ms, 1e3 * exposed_communication(self.spans))
+        return Replay(self.spans, max(self.free_ms.values()))
 
 
 def replay(schedule: Schedule) -> Replay:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe import device_experts, rank_experts
-from contracts.traces import length, union
 from models.experts import device_lanes, device_sum, device_tier
 from models.experts.expert_cache import ExpertCache
 from tests.support.cuda_model import CudaModel, Host, ModelError, Runtime, model, range_of
 from tests.support.gather_workload import REQUIRED_HIDDEN, GpuLayout, SmallSpec, code_of
+from tests.support.spans import length, union
 
 CHAIN = (device_lanes, device_tier, device_sum, rank_experts, device_experts)
 DIM = 32

@@ -60,7 +60,7 @@ CHOSEN = Plan(r1=3, r2=2)
 
 
 def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
-    return lambda query: PlanResponse(number=query.number, version=1, plan=plan, predicted_ms=1.0)
+    return lambda query: PlanResponse(number=query.number, version=1, plan=plan)
 
 
 def spec(**planner: object) -> RankSpec:
