@@ -75,11 +75,6 @@ class _Reservation(NamedTuple):
     amount: float
 
 
-class _ClientKey(NamedTuple):
-    tenant: bytes
-    request: Hashable
-
-
 class _Group(Generic[Member]):
     """Requests of one tenant, or tenants with equally many; oldest first, with their total work."""
 
@@ -98,7 +93,7 @@ class RetryReservations:
 
     def __init__(self, most: int = MAX_RESERVATIONS) -> None:
         self._most = most
-        self._reservations: OrderedDict[_ClientKey, _Reservation] = OrderedDict()
+        self._reservations: OrderedDict[tuple[bytes, Hashable], _Reservation] = OrderedDict()
         self._tenants: dict[bytes, _Group[Hashable]] = {}
         self._by_length: dict[int, _Group[bytes]] = {}  # by number of reservations
 
@@ -125,8 +120,7 @@ class RetryReservations:
             largest_tenant = next(iter(self._by_length[max(self._by_length)].members))
             self.drop(largest_tenant, next(iter(self._tenants[largest_tenant].members)))
         at_s = now_s + in_s
-        client = _ClientKey(tenant, request)
-        self._reservations[client] = _Reservation(at_s, at_s + GRACE_S + in_s / 5, amount)
+        self._reservations[tenant, request] = _Reservation(at_s, at_s + GRACE_S + in_s / 5, amount)
         own_reservations = self._take_tenant(tenant)
         own_reservations.members[request] = None
         own_reservations.amount += amount
@@ -134,12 +128,12 @@ class RetryReservations:
 
     def remaining_s(self, tenant: bytes, request: Hashable, now_s: float) -> float | None:
         """Return the seconds until the retry is due; 0: due. None: no reservation."""
-        reservation = self._reservations.get(_ClientKey(tenant, request))
+        reservation = self._reservations.get((tenant, request))
         return None if reservation is None else max(0.0, reservation.at_s - now_s)
 
     def drop(self, tenant: bytes, request: Hashable) -> None:
         """Drop a reservation, if there is one."""
-        reservation = self._reservations.pop(_ClientKey(tenant, request), None)
+        reservation = self._reservations.pop((tenant, request), None)
         if reservation is None:
             return
         own_reservations = self._take_tenant(tenant)
