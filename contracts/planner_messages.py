@@ -16,6 +16,7 @@ from contracts.plan import Plan
 
 PLANNER_PURPOSE = "planner"  # purpose of a connection in its handshake
 MAX_PLANNER_FRAME_BYTES = 8 << 20
+TRIAL_REPORTS = 4  # batches of a trial, whose times are compared
 
 Position = Annotated[int, Meta(ge=0, le=1 << 40)]
 Ms = Annotated[float, Meta(ge=0, le=1e9)]
@@ -56,15 +57,14 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="query"):
 class PlanResponse(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     """Answer to a `PlanRequest`; without a plan, `reason` explains why.
 
-    predicted_ms: the plan's makespan. solve_ms: planning time, 0 if cached. version: of the stage
-    models used. trial: runs a few batches of this shape instead, which are reported.
+    solve_ms: planning time, 0 if cached. version: of the stage models used. trial: runs
+    TRIAL_REPORTS batches of this shape instead, which are reported.
     """
 
     number: int
     version: int
     plan: Plan | None = None
     trial: Plan | None = None
-    predicted_ms: Ms = 0.0
     solve_ms: Ms = 0.0
     reason: str = ""
 

@@ -1,12 +1,8 @@
-"""Contents of a trace of a running cluster: names, times and counts, no text of requests.
-
-Also the communication in it that is not hidden by computation.
-"""
+"""Contents of a trace of a running cluster: names, times and counts, no text of requests."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -156,36 +152,3 @@ class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
     token_group: int = 0
     tokens: int = 0
     of: tuple[tuple[str, int], ...] = ()
-
-
-_COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
-
-
-def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
-    """Return the seconds in which at least one span of `stages` was running."""
-    return length(union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
-
-
-def exposed_communication(spans: Sequence[TaskSpan]) -> float:
-    """Return the seconds of FinDEP's non-overlapped communication.
-
-    This is the time covered by A2E or E2A spans and by no attention, shared or expert span of any
-    rank in `spans`.
-    """
-    return busy_seconds(spans, (*_COMPUTE, *TRANSFERS)) - busy_seconds(spans, _COMPUTE)
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return disjoint ordered intervals that cover the same points."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the sum of the lengths of disjoint intervals."""
-    return sum(end - start for start, end in intervals)

@@ -26,8 +26,8 @@ from contracts.requests import (
     check_sampling,
 )
 from contracts.traces import MAX_NAMES, BatchSpan
+from planner.scheduling.admission import BACKLOG, DrainRate, retry_after_s
 from planner.scheduling.batching import Phase
-from planner.scheduling.measured_rates import BACKLOG, DrainRate, retry_after_s
 
 if TYPE_CHECKING:  # the planner's process has neither, nor torch
     from actors.batching.batch_builder import ScheduledBatch

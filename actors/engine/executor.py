@@ -4,7 +4,7 @@
          └────> SHARED(t) ──────────────────────────┘
 
 A task is a generator that yields where another task may run first (kernels/steps.py); the next task
-is then selected again (planner/scheduling/preemption.py). A preempted task is simply not resumed:
+is then selected again (planner/scheduling/task_order.py). A preempted task is simply not resumed:
 its state stays in its frame. Tasks never wait. Only the loop waits: when nothing is ready, or when
 ready work would make other work late.
 
@@ -39,8 +39,14 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import CallOwner
 from models.experts.expert_half import RoutedTokens
 from planner.scheduling.batching import LiveBatch
-from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
-from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan
+from planner.scheduling.task_order import (
+    POLL_INTERVAL_S,
+    Preemption,
+    Task,
+    TaskPolicy,
+    TaskStage,
+    by_plan,
+)
 
 HOLD_S = 0.001  # while best-effort work is held
 _INTERVALS_ALONE = 20  # of layers in one call, which `wake` interrupts

@@ -25,9 +25,7 @@ from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from models.decoder.layer_decoder import LayerEnds
 from planner.schedule.batch_plan import chunk_bounds, sequence_ranges
-from planner.scheduling.measured_rates import TaskTimes
-from planner.scheduling.preemption import LatencyPass
-from planner.scheduling.task_order import Task, TaskStage
+from planner.scheduling.task_order import LatencyPass, Task, TaskStage, TaskTimes
 
 
 class BatchPart(NamedTuple):

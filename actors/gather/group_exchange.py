@@ -28,8 +28,8 @@ from contracts.placement import Placement
 from kernels.steps import Steps, run_to_end
 from models.decoder.batch import SequenceSlice
 from models.experts.expert_half import ExpertHalf
-from planner.costs.exchange_volume import ExchangeScheme
 from planner.placement.nodes import LinkLevels
+from planner.schedule.batch_choice import ExchangeScheme
 
 log = logging.getLogger(f"tandem.{__name__}")
 

@@ -32,9 +32,9 @@ from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from models.experts.expert_half import expert_sum_steps
 from planner.arrays import Ints
-from planner.costs.exchange_volume import ExchangeScheme
 from planner.placement.nodes import LinkLevels
 from planner.placement.shuffling import shard_bounds, shuffled_order
+from planner.schedule.batch_choice import ExchangeScheme
 
 
 class SharedPass:

@@ -42,10 +42,16 @@ from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
 from planner.arrays import Floats
-from planner.costs.exchange_volume import ExchangeScheme, served_scheme
 from planner.placement.shuffling import shuffled_order
 from planner.routing.open_requests import RequestWork
-from planner.schedule.batch_choice import BatchChoice, BatchWork, BusyWorkers, finishes_layer
+from planner.schedule.batch_choice import (
+    BatchChoice,
+    BatchWork,
+    BusyWorkers,
+    ExchangeScheme,
+    finishes_layer,
+    served_scheme,
+)
 
 log = logging.getLogger(f"tandem.{__name__}")
 

@@ -46,8 +46,7 @@ from models.decoder.decoder import AttentionHalf
 from models.decoder.layer_decoder import CallOwner, DecodedLayers, LayerDecoder, most_rows
 from models.experts.expert_half import ExpertHalf, RoutedTokens
 from models.spec.model import ModelSpec
-from planner.placement.replicas import FewestRanksChooser, RoundRobinChooser
-from planner.placement.slots import LayerSlots
+from planner.placement.slots import FewestRanksChooser, LayerSlots, RoundRobinChooser
 
 WAIT_S: Final = 0.005  # then the loop of the attention rank runs
 GIVE_UP_S: Final = 0.5  # then the layer uses packets

@@ -41,9 +41,13 @@ from contracts.logs import event
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 from kernels.device import work_times
-from planner.scheduling.measured_rates import TaskTimes
-from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
-from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
+from planner.scheduling.task_order import (
+    POLL_INTERVAL_S,
+    Preemption,
+    QueueHead,
+    TaskTimes,
+    oldest_of_highest_class,
+)
 
 
 class QueueKey(NamedTuple):

@@ -49,8 +49,7 @@ from models.decoder.layer_decoder import LayerDecoder
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
-from planner.placement.replicas import MAX_TOP_K
-from planner.placement.slots import LayerSlots
+from planner.placement.slots import MAX_TOP_K, LayerSlots
 from planner.schedule.batch_plan import token_group_bounds
 
 Reply = tuple[int, int]  # token group, expert rank

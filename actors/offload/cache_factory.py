@@ -27,7 +27,6 @@ from models.prediction.routing_profile import RoutingProfile
 from models.spec.checkpoint_files import ROUTING, SafetensorsFile
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
-from planner.scheduling.expert_eviction import eviction, pays
 
 
 def slot_count(
@@ -82,9 +81,8 @@ def expert_cache(
         deadline_s=config.groups.ready_timeout_s,
         direct_io=config.experts.direct_io,
     )
-    order = eviction(config.experts.eviction_policy)
-    deadline_s = config.channel.connect_timeout_s
-    cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=deadline_s)
+    order, deadline_s = config.experts.eviction_policy, config.channel.connect_timeout_s
+    cache = ExpertCache(FileTier(file), form.slots(slots), order, deadline_s=deadline_s)
     show(cache, model.moe_layers, spec.name, telemetry)
     return cache
 
@@ -175,8 +173,8 @@ def device_cache(
         raise
     lane = device_lane(layout.device)
     tier = DeviceTier(host, layout, lane)
-    order, deadline_s = eviction(config.experts.eviction_policy), config.channel.connect_timeout_s
-    cache = ExpertCache(tier, memory, order, pays, deadline_s=deadline_s)
+    order, deadline_s = config.experts.eviction_policy, config.channel.connect_timeout_s
+    cache = ExpertCache(tier, memory, order, deadline_s=deadline_s)
     show(cache, layout.spec.moe_layers, spec.name, telemetry)
     return DeviceCache(cache, memory, tier, lane, host.close)
 

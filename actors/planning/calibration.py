@@ -10,7 +10,7 @@ from contracts.clock import Clock
 from contracts.routing_messages import Calibration
 from kernels.device import wait_for_device
 from kernels.linear import PackedLinear
-from planner.routing.saturation import reference_prompts
+from planner.routing.worker_state import reference_prompts
 
 BUDGET_S = 2.0  # for all passes together, approximately
 PROBE_TOKENS = 128

@@ -36,7 +36,7 @@ from contracts.planner_messages import (
     ToPlanner,
 )
 from contracts.ranks import RankSpec
-from planner.online.buckets import BatchBucket, bucket_of
+from planner.schedule.batch_plan import BatchBucket, bucket_of
 
 log = logging.getLogger("tandem.planner_link")
 

@@ -30,12 +30,17 @@ from contracts import metrics
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.planner_messages import Batch, BatchReport, NoPlanReason, PlanSource, TrafficReport
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    Batch,
+    BatchReport,
+    NoPlanReason,
+    PlanSource,
+    TrafficReport,
+)
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
-from planner.online.buckets import bucket_of
-from planner.online.split_trials import TRIAL_REPORTS
-from planner.schedule.batch_plan import default_plan, fit_plan
+from planner.schedule.batch_plan import bucket_of, default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
 
@@ -61,7 +66,7 @@ class RankPlanning(Observer):
         """Set up without a planner. upcoming: returns the batches that may come next."""
         self.batches: Counter[str] = Counter()
         self.chosen: Counter[str] = Counter()
-        self._spec = spec
+        self._config, self._name = spec.config, spec.name
         self._chunk_cost = chunk_cost
         self._upcoming = upcoming
         self._upcoming_changed = False
@@ -102,10 +107,10 @@ class RankPlanning(Observer):
             plan, known, reason = self._look_up_plan(new_tokens(batch))
             chooser = PlanSource.PLANNER
         if plan is None:
-            plan = default_plan(self._spec.config.schedule, batch.tokens)
+            plan = default_plan(self._config.schedule, batch.tokens)
             chooser = PlanSource.DEFAULT
         self.chosen[f"{chooser} {reason}" if reason else str(chooser)] += 1
-        self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, chooser, reason or "")
+        self._telemetry.count(metrics.PLAN_BATCHES, self._name, chooser, reason or "")
         self.batches[general_label(plan)] += 1
         self._running[batch.number] = _RunningBatch(batch, plan, known, self._waiting_since(batch))
         self._record_if_due(batch, is_trial=known is not None and known.is_trial)
@@ -171,7 +176,7 @@ class RankPlanning(Observer):
         plan = None if known is None else known.plan
         if known is None or plan is None:
             return None, None, unavailable_reason or NoPlanReason.NEW_SHAPE
-        schedule = self._spec.config.schedule
+        schedule = self._config.schedule
         plan = fit_plan(plan, known.batch, batch, max_tokens=schedule.max_batch_tokens)
         if plan is None:
             link.request_plan(batch)
@@ -195,7 +200,7 @@ class RankPlanning(Observer):
             level = (
                 logging.WARNING if state in (NoPlanReason.LOST, NoPlanReason.SLOW) else logging.INFO
             )
-            event(log, "planner_state", level, rank=self._spec.name, state=self.state)
+            event(log, "planner_state", level, rank=self._name, state=self.state)
 
     def _waiting_since(self, batch: ScheduledBatch) -> float | None:
         """Return the end of the previous batch, if a sequence could have continued then."""
@@ -207,7 +212,7 @@ class RankPlanning(Observer):
         if len(self._running) > 1:
             self._recorded_batch, _ = None, self._recorder.end()
             return
-        config, now_s = self._spec.config.planner, self._clock()
+        config, now_s = self._config.planner, self._clock()
         is_due = is_trial or now_s - self._reported_s >= config.report_interval_s
         if self.link.is_joined and config.refit and is_due:
             self._reported_s, self._recorded_batch = now_s, batch.number
@@ -222,7 +227,7 @@ class RankPlanning(Observer):
         if not times or not measured_ms > 0:
             return None
         return BatchReport(
-            rank=self._spec.name,
+            rank=self._name,
             plan=running.plan,
             measured_ms=measured_ms,
             micro_batches=times,

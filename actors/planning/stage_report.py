@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from actors.telemetry.telemetry import Recorded
 from contracts.planner_messages import ExpertReport, MicroBatchReport, NewTokens, RowsTime
 from contracts.traces import Stage, TaskSpan
-from planner.online.buckets import step
+from planner.schedule.batch_plan import step
 
 MAX_SPANS = 8192  # of one report
 

@@ -22,7 +22,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import RoutedTokens
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
-from planner.routing.saturation import reference_prompts
+from planner.routing.worker_state import reference_prompts
 
 ExpertSums = Callable[[RoutedTokens], Tensor]
 

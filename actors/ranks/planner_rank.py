@@ -223,7 +223,6 @@ class PlannerService(RankLoop):
             version=self._planner.version,
             plan=planned.plan,
             trial=planned.trial,
-            predicted_ms=self._planner.expected_ms(planned),
             solve_ms=0.0 if known else 1e3 * (monotonic_s() - started_s),
         )
 

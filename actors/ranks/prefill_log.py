@@ -30,8 +30,7 @@ from contracts.routing_messages import (
 )
 from planner.online.capacity import Batch, PrefillCapacity, ReferenceTime
 from planner.routing.open_requests import RequestWork
-from planner.routing.saturation import saturation_of, threshold
-from planner.routing.worker_state import WorkerState
+from planner.routing.worker_state import WorkerState, saturation_of, threshold
 
 
 class WorkerLog:

@@ -43,7 +43,7 @@ from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.scheduling.batching import BatchingPolicy
-from planner.scheduling.preemption import Preemption, Work
+from planner.scheduling.task_order import Preemption, Work
 from planner.scheduling.user_policy import UserPolicy, guarded_choice, load_policy, user_batching
 
 # glibc's malloc.h

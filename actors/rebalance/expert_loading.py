@@ -18,10 +18,10 @@ from actors.moe.rank_experts import ResidentExperts
 from contracts.clock import Clock, monotonic_s
 from contracts.config import PlacementConfig
 from contracts.errors import CheckpointError, ConfigError, ResourceError, TandemError
-from contracts.expert_eviction import ExpertKey
 from contracts.machine import available_bytes
 from contracts.placement import Placement
 from contracts.ranks import RankSpec
+from models.experts.expert_eviction import ExpertKey
 from models.experts.expert_half import ExpertHalf, assemble_half, missing_experts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer, load_separately

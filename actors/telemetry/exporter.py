@@ -24,10 +24,10 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
 from actors.telemetry.telemetry import Telemetry
+from contracts.api_keys import read_keys
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError
-from contracts.keys_file import read_keys
 from contracts.logs import event
 
 SETTLE_S = 1.0  # a change applies once it is this old, so that it is complete

@@ -22,17 +22,7 @@ from contracts import metrics
 from contracts.clock import Clock
 from contracts.metrics import Metric, MetricKind
 from contracts.ranks import Group, RankSpec
-from contracts.traces import (
-    BUSY,
-    TRANSFERS,
-    BatchSpan,
-    RankTrace,
-    Stage,
-    TaskSpan,
-    boot_identity,
-    length,
-    union,
-)
+from contracts.traces import BUSY, TRANSFERS, BatchSpan, RankTrace, Stage, TaskSpan, boot_identity
 
 _EXEMPLAR = "request_id"
 _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # OpenMetrics limits name and value together
@@ -405,7 +395,10 @@ class Timeline:
     ) -> None:
         """Record that the rank waited and that `transfers` arrived in that time."""
         inside = [(max(start_s, sent), min(end_s, arrived)) for sent, arrived in transfers]
-        self.exposed_s += length(union([(a, b) for a, b in inside if b > a]))
+        covered_s = start_s  # until when it is counted
+        for sent, arrived in sorted(inside):
+            self.exposed_s += max(0.0, arrived - max(sent, covered_s))
+            covered_s = max(covered_s, arrived)
 
     def spans(self) -> list[TaskSpan]:
         return list(spans_of(list(self._spans)))

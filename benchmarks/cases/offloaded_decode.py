@@ -42,6 +42,7 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
+from models.experts.expert_eviction import EvictionKind
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
@@ -50,7 +51,6 @@ from models.prediction.routing_profile import RoutingProfile
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction, pays
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[2] / "docs"
@@ -153,9 +153,10 @@ class Offloaded:
     ) -> None:
         when, _, order = name.removesuffix(STORED).partition(", ")
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
-        evict = eviction(cast("Kind", order))
         self.tier = tier
-        self.cache = ExpertCache(tier, slot_format.slots(slots), evict, pays, deadline_s=30.0)
+        self.cache = ExpertCache(
+            tier, slot_format.slots(slots), cast("EvictionKind", order), deadline_s=30.0
+        )
         self.predictor: ExpertPredictor | None = None
         if hints in (ORACLE, "wrong"):
             self.predictor = Oracle(model.half, {}, wrong=hints == "wrong")

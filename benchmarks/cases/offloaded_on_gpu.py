@@ -56,7 +56,6 @@ from models.experts.expert_cache import ExpertCache
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
-from planner.scheduling.expert_eviction import eviction, pays
 
 BLOCK_TOKENS = 16
 DEADLINE_S = 60.0
@@ -164,7 +163,7 @@ class Bench:
         spec, layout = self.spec, self.model.layout
         slots = max(spec.top_k, round(kept * len(spec.moe_layers) * spec.num_experts))
         memory, tier = DeviceSlots(layout, slots), DeviceTier(self.model.memory, layout, self.lane)
-        cache = ExpertCache(tier, memory, eviction("walk"), pays, deadline_s=DEADLINE_S)
+        cache = ExpertCache(tier, memory, "walk", deadline_s=DEADLINE_S)
         return DeviceCache(cache, memory, tier, self.lane)
 
     def turn(self, variant: Variant, context: int, routing: ImposedRouting) -> tuple[Turn, Tensor]:

@@ -21,10 +21,10 @@ from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.router_workloads import BLOCK_TOKENS
 from contracts.requests import DIGEST_BYTES, chain_hashes
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
-from planner.routing.backlog import Backlog
+from planner.routing.backlog import Backlog, HeldRequest
 from planner.routing.open_requests import flops_work
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.paper_routing import route_unsaturated
 
 WORKERS = 8
@@ -66,7 +66,8 @@ def decisions(options: argparse.Namespace, tokens: int, cached: int) -> dict[str
         samples["route"].append(_timed(lambda p=prompt: route_unsaturated(router, p)))
         router.withdraw(prompt.key)
         prompt = Prompt(RequestKey(1, number), tokens, tuple(map(_copy, hashes)))
-        samples["put_and_take"].append(_timed(lambda p=prompt: (backlog.put(p), backlog.take())))
+        held = HeldRequest(prompt)
+        samples["put_and_take"].append(_timed(lambda h=held: (backlog.put(h), backlog.take())))
         router.withdraw(prompt.key)
         ids = [rng.randrange(1 << 17) for _ in range(tokens)]
         samples["hash"].append(_timed(lambda ids=ids: chain_hashes(ids, BLOCK_TOKENS)))

@@ -25,7 +25,7 @@ from contracts.routing_messages import Calibration, Prompt
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 from planner.costs.model_shape import ModelShape
-from planner.routing.backlog import Backlog, Lane
+from planner.routing.backlog import Backlog, HeldRequest, Lane
 from planner.routing.open_requests import RequestWork, flops_work, token_work
 from planner.routing.router import (
     RouteCandidate,
@@ -35,7 +35,7 @@ from planner.routing.router import (
     prefix_while_busy,
     prefix_within_round,
 )
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.paper_routing import route, route_unsaturated, transfer_threshold_flops
 
 QWEN3_235B = {
@@ -134,7 +134,7 @@ class Simulation:
         """All that can be sent now, in whichever of the two ways."""
         if self._backlog is not None:
             while queue:
-                self._backlog.put(queue.popleft(), self._lane)
+                self._backlog.put(HeldRequest(queue.popleft(), self._lane))
             for prompt, worker in self._backlog.take():
                 self._send(prompt, worker)
             return

@@ -34,11 +34,11 @@ from models.prediction.routing_counts import RoutingCounts
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
 from planner.arrays import Ints
-from planner.costs.exchange_volume import ExchangeScheme, moved_rows
 from planner.placement.routing import LayerRouting
 from planner.placement.shuffling import ShareTables, main_workers, share_tables, shuffled_order
 from planner.placement.slots import contiguous_line, held
 from planner.placement.solve import solve_layer
+from planner.schedule.batch_choice import ExchangeScheme, moved_rows
 from tests.support.local_model import LocalModel
 
 SCHEMES = (

@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.harness import Measured, Table, documented_case
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.schedule.replay import replay
-from planner.schedule.schedule import schedule_of
+from planner.schedule.schedule import replay, schedule_of
 from planner.schedule.solver import solve
 
 _CHECKED = 5  # replays of 60 layers take some 0.1 s each

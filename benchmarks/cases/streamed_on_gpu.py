@@ -46,7 +46,7 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
 from models.experts.copying_store import CopyingStore
 from planner.routing.open_requests import flops_work
-from planner.routing.saturation import SaturationConfig, threshold
+from planner.routing.worker_state import SaturationConfig, threshold
 
 BLOCK_TOKENS = 16
 REFERENCE_TOKENS = 65_536  # of the calibration

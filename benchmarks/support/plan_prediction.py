@@ -18,7 +18,7 @@ from benchmarks.support.stage_times import (
 )
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost
 from contracts.plan import Plan
-from contracts.traces import Stage, length, union
+from contracts.traces import Stage
 from planner.costs.cost_model import (
     PAIR_BYTES,
     Deployment,
@@ -43,8 +43,8 @@ from planner.costs.stage_fit import (
 from planner.costs.stages import PlanSpec
 from planner.schedule.batch_plan import token_group_bounds
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
-from planner.schedule.replay import Replay, replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Replay, Schedule, replay
+from tests.support.spans import length, union
 
 _ROUNDS = 4  # of two estimates that need each other
 _BESIDE = 0.5  # of a task's time, from which on it tells how much the other core slows it down

@@ -13,11 +13,12 @@ from benchmarks.support.pinned_batches import BatchRunner
 from benchmarks.support.plan_prediction import Costs, Predictor, fit_costs, plan_spec
 from benchmarks.support.stage_times import Samples, StageSample, makespan_ms, stage_samples
 from contracts.plan import Plan
-from contracts.traces import TaskSpan, exposed_communication
+from contracts.traces import TaskSpan
 from planner.costs.model_shape import ModelShape
 from planner.schedule.extended_plans import equal_ends, solve_extended
-from planner.schedule.replay import Replay
+from planner.schedule.schedule import Replay
 from planner.schedule.solver import PlannedBatch, solve
+from tests.support.spans import exposed_communication
 
 CALIBRATION_ROUNDS = 2
 # Alone and beside each other, whole prompts and chunks, several sizes: what any plan is made of.
@@ -176,7 +177,7 @@ def _plan(predictor: Predictor, point: Point) -> dict[str, PlanRun]:
             samples=batch.samples,
             planned_ms=batch.makespan_ms,
             predicted_ms=timeline.makespan_ms,
-            predicted_exposed_ms=timeline.exposed_ms,
+            predicted_exposed_ms=1e3 * exposed_communication(timeline.spans),
         )
     return runs
 

@@ -25,7 +25,7 @@ from contracts.messages import Scored, Submit
 from contracts.requests import Priority
 from models.spec.model import read_spec
 from planner.routing.open_requests import work_of
-from planner.routing.saturation import SaturationConfig, reference_prompts
+from planner.routing.worker_state import SaturationConfig, reference_prompts
 from tests.support.local_group import LocalGroup
 
 TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"

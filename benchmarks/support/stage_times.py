@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
-from contracts.traces import Stage, TaskSpan, length, union
+from contracts.traces import Stage, TaskSpan
 from planner.schedule.batch_plan import balanced_ranges, chunk_bounds
+from tests.support.spans import length, union
 
 COMPUTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
 SENT = (Stage.A2E, Stage.E2A)

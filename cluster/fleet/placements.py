@@ -20,8 +20,8 @@ from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
 from models.weights import layout
 from models.weights.checkpoint import element_bytes
+from planner.placement.routing import LocalShares
 from planner.placement.slots import ExpertPlacement, check_fits, contiguous_line
-from planner.routing.local_shares import LocalShares
 
 MIB = 1 << 20
 

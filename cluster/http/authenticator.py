@@ -21,14 +21,13 @@ from starlette.requests import Request
 
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
-from contracts.api_keys import ApiKey
+from contracts.api_keys import ApiKey, Keys, decode_keys, keys_bytes
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError, OverloadError, UnauthorizedError
-from contracts.keys_file import Keys, decode_keys, keys_bytes
 from contracts.logs import event
 from contracts.requests import DIGEST_BYTES, Caller
-from planner.scheduling.token_bucket import TokenBucket
+from planner.scheduling.admission import TokenBucket
 
 PROVE = "prove"  # in scope["state"], set by our HTTP server: call it when the key is valid
 TENANT_BYTES = 8

@@ -17,9 +17,14 @@ from contracts.clock import Clock
 from contracts.errors import OverloadError
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority
+from planner.scheduling.admission import (
+    BACKLOG,
+    SHORTEST_S,
+    DrainRate,
+    RetryReservations,
+    retry_after_s,
+)
 from planner.scheduling.fair_queue import FairQueue
-from planner.scheduling.measured_rates import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
-from planner.scheduling.retry_reservations import RetryReservations
 
 _Owner = tuple[bytes, int]
 _Waiter = tuple[asyncio.Future[None], _Owner]

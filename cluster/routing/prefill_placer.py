@@ -21,11 +21,10 @@ from contracts.logs import event
 from contracts.messages import RankState
 from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.routing.backlog import Backlog, Lane, Locality
+from planner.routing.backlog import Backlog, HeldRequest, Lane, Locality
 from planner.routing.open_requests import RequestWork
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_state import MissingReportsError
+from planner.routing.worker_state import MissingReportsError, SaturationConfig
 
 log = logging.getLogger("tandem.prefill_router")
 
@@ -178,12 +177,9 @@ class PrefillPlacer:
         self._keys[ticket], self._queued[key] = key, ticket
         submit, hashes = ticket.submit, ticket.hashes(self.config.block_tokens)
         avoid = tuple(self._workers[client] for client in ticket.failed_clients())
+        prompt = Prompt(key, len(submit.token_ids), hashes, submit.priority)
         is_full = self._backlog.put(
-            Prompt(key, len(submit.token_ids), hashes, submit.priority),
-            _lane_of(ticket),
-            submit.token_ids,
-            submit.caller,
-            avoid,
+            HeldRequest(prompt, _lane_of(ticket), submit.caller, avoid, submit.token_ids)
         )
         self.on_change()
         if is_full and not avoid:  # of many simultaneous requests: do not wait for the last one

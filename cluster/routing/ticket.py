@@ -17,7 +17,7 @@ from contracts.metrics import Pipeline
 from contracts.requests import Usage
 from contracts.routing_messages import RequestKey
 from contracts.token_trie import ChoiceMatcher
-from planner.scheduling.measured_rates import SHORTEST_S
+from planner.scheduling.admission import SHORTEST_S
 
 _LOST_CODES = frozenset(
     {"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error", HandedOverError.code}

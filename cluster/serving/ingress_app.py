@@ -38,7 +38,7 @@ from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, element_bytes
 from planner.routing.backlog import Locality
 from planner.routing.open_requests import work_of
-from planner.routing.saturation import saturation_of
+from planner.routing.worker_state import saturation_of
 
 CONNECT_DEADLINE_S = 30.0
 DAY_S = 86400.0

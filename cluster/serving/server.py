@@ -20,9 +20,9 @@ from cluster.serving import application
 from cluster.serving.log_folder import log_folder
 from cluster.serving.ray_session import ray_session
 from cluster.serving.settings import cluster_address, with_absolute_paths, with_variables
+from contracts.api_keys import read_keys
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
-from contracts.keys_file import read_keys
 from contracts.logs import set_up_logging
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint

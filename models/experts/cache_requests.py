@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from contracts.expert_eviction import ExpertKey
 from contracts.requests import Priority
+from models.experts.expert_eviction import ExpertKey
 
 _NEWEST: Final = 0.1  # weight of a new measurement in a running mean
 

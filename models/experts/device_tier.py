@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from contracts.expert_eviction import ExpertKey
 from models.experts.device_lanes import DeviceLane, Mark
 from models.experts.expert_cache import HINT_URGENCY, ExpertCache
+from models.experts.expert_eviction import ExpertKey
 from models.experts.expert_format import CompletedRead, ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer

@@ -23,7 +23,6 @@ from typing import Final
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
-from contracts.expert_eviction import EvictionPolicy, ExpertKey, ShouldPrefetch
 from contracts.requests import Priority
 from kernels.linear import Product
 from models.experts.cache_requests import (
@@ -37,6 +36,7 @@ from models.experts.cache_requests import (
     PrefetchHints,
     running_mean,
 )
+from models.experts.expert_eviction import Eviction, EvictionKind, ExpertKey, pays
 from models.experts.expert_format import ExpertSlots, ExpertTier
 
 HINT_PARTS: Final = 8  # of one hint in flight
@@ -65,15 +65,16 @@ class ExpertCache:
         self,
         tier: ExpertTier,
         slots: ExpertSlots,
-        eviction: EvictionPolicy,
-        is_worth_reading: ShouldPrefetch,
+        eviction: EvictionKind,
         *,
         deadline_s: float,
         clock: Clock = monotonic_s,
+        is_worth_reading: Callable[[float, float, float], bool] = pays,
     ) -> None:
         """deadline_s: longest time without progress of the tier."""
         self.slots, self._held = slots.count, slots
-        self._tier, self._eviction, self._is_worth_reading = tier, eviction, is_worth_reading
+        self._tier, self._eviction = tier, Eviction(eviction)
+        self._is_worth_reading = is_worth_reading
         self._deadline_s, self._clock = deadline_s, clock
         self._memory = list(map(slots.memory, range(slots.count)))
         self._free = list(range(slots.count))

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from contracts.expert_eviction import ExpertKey
 from kernels.experts import add_at_once, expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears, PackedLinear
 from kernels.routing import GroupLimit, RoutingRule, group_by_expert
 from kernels.steps import LIGHT_ROWS, Steps, add_tiled, row_tiles
+from models.experts.expert_eviction import ExpertKey
 from models.experts.expert_loading import (
     ExpertLayer,
     join_layers,

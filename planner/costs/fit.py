@@ -43,18 +43,13 @@ class NonNegativeFit(NamedTuple):
     uncertain: bool = False
 
 
-class LinearFit(NamedTuple):
-    model: Linear
-    r2: float
-
-
-def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearFit:
+def fit_linear(samples: Sequence[tuple[float, float]]) -> Linear:
     """Fit alpha_ms + beta_ms * x to (x, ms) samples. Raises ValueError like `fit_nonnegative`."""
     x_N = np.array([x for x, _ in samples], dtype=np.float64)
     features_NF = np.stack([np.ones_like(x_N), x_N], axis=1)
     fit = fit_nonnegative(features_NF, np.array([ms for _, ms in samples], dtype=np.float64))
     alpha_ms, beta_ms = fit.coefficients_F.tolist()
-    return LinearFit(Linear(alpha_ms, beta_ms), fit.r2)
+    return Linear(alpha_ms, beta_ms)
 
 
 def fit_nonnegative(features_NF: Floats, times_N: Floats) -> NonNegativeFit:

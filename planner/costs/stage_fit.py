@@ -20,7 +20,7 @@ from planner.costs.fit import NonNegativeFit, fit_nonnegative
 from planner.costs.model_shape import Chunks, ModelShape, batch_work, count_tokens
 
 _LEAST_MS = 1e-3  # of a measured time without logits
-_LINEAR = 2  # index among attention's coefficients
+_LINEAR = "linear_ms_per_flop"
 _FLOOR_FRACTION = 0.05  # of the fastest sample's time per unit of size
 
 
@@ -65,6 +65,12 @@ class ExpertSample(NamedTuple):
     ms: float
 
 
+_ATTENTION = (
+    "call_ms", "sequence_ms", "linear_ms_per_flop", "attended_ms_per_flop", "context_ms_per_byte",
+    "prompt_call_ms", "decode_call_ms", "packet_ms", "copied_ms_per_byte",
+)  # fmt: skip
+
+
 def fit_attention(
     shape: ModelShape, samples: Sequence[AttentionSample]
 ) -> tuple[AttentionCost, Fit]:
@@ -72,40 +78,24 @@ def fit_attention(
 
     Calls are left out if the FLOP coefficient would vanish, as it can for very small products.
     """
-    fit = _attention_fit(shape, samples, with_calls=True)
-    if fit.uncertain:
-        fit = _attention_fit(shape, samples, with_calls=False)
-    call, sequence, linear, attended, context, prompt_call, decode_call, packet, copied = (
-        fit.coefficients_F.tolist()
-    )
     tokens = [count_tokens(sample.chunks) for sample in samples]
-    cost = AttentionCost(
-        call_ms=call,
-        sequence_ms=sequence,
-        linear_ms_per_flop=linear,
-        attended_ms_per_flop=attended,
-        context_ms_per_byte=context,
-        prompt_call_ms=prompt_call,
-        decode_call_ms=decode_call,
-        packet_ms=packet,
-        copied_ms_per_byte=copied,
-    )
-    return cost, _report("attention", "tokens", fit, tokens, samples)
+    for with_calls in (True, False):
+        works = [_attention_work(shape, sample, with_calls=with_calls) for sample in samples]
+        found, fit = _fit("attention", "tokens", works, tokens, samples, _ATTENTION.index(_LINEAR))
+        if not fit.uncertain:
+            break
+    return AttentionCost(**dict(zip(_ATTENTION, found, strict=True))), fit
 
 
-def _attention_fit(
-    shape: ModelShape, samples: Sequence[AttentionSample], *, with_calls: bool
-) -> NonNegativeFit:
-    works = []
+def _attention_work(
+    shape: ModelShape, sample: AttentionSample, *, with_calls: bool
+) -> tuple[float, ...]:
+    work = batch_work(shape, sample.chunks, sample.window)
+    if not with_calls:
+        work = work._replace(prompt_calls=0.0, decode_calls=0.0)
     row_bytes = shape.hidden_size * shape.element_bytes
-    for sample in samples:
-        work = batch_work(shape, sample.chunks, sample.window)
-        if not with_calls:
-            work = work._replace(prompt_calls=0.0, decode_calls=0.0)
-        rows = count_tokens(sample.chunks)
-        copied_bytes = (sample.copies - 1) * rows * row_bytes
-        works.append((1.0, *work, sample.ranks - 1.0, copied_bytes))
-    return _fitted(works, [sample.ms for sample in samples], slope=_LINEAR)
+    copied_bytes = (sample.copies - 1) * count_tokens(sample.chunks) * row_bytes
+    return (1.0, *work, sample.ranks - 1.0, copied_bytes)
 
 
 def fit_serving(
@@ -117,34 +107,30 @@ def fit_serving(
     """
     logits_ms = 2.0 * shape.hidden_size * shape.vocab_size * attention.linear_ms_per_flop
     works = [(1.0, one.micro_batches, one.sequences, one.tokens) for one in samples]
-    left_ms = [max(_LEAST_MS, one.ms - logits_ms * one.sequences) for one in samples]
-    fit = _fitted(works, left_ms)
-    batch, micro_batch, sequence, token = fit.coefficients_F.tolist()
+    rest = [one._replace(ms=max(_LEAST_MS, one.ms - logits_ms * one.sequences)) for one in samples]
+    found, fit = _fit("serving", "tokens", works, [one.tokens for one in samples], rest)
+    batch, micro_batch, sequence, token = found
     cost = ServingCost(
         batch_ms=batch, micro_batch_ms=micro_batch, sequence_ms=sequence, token_ms=token
     )
-    tokens = [one.tokens for one in samples]
-    rest = [one._replace(ms=ms) for one, ms in zip(samples, left_ms, strict=True)]
-    return cost, _report("serving", "tokens", fit, tokens, rest)
+    return cost, fit
 
 
 def fit_shared(shape: ModelShape, samples: Sequence[SizedSample]) -> tuple[SharedCost, Fit]:
     """Fit the shared experts. Raises ValueError for samples that cannot be fitted."""
     flops = [(1.0, 2.0 * shape.shared_elements * sample.size) for sample in samples]
-    fit = _fitted(flops, [sample.ms for sample in samples], slope=1)
-    call, per_flop = fit.coefficients_F.tolist()
-    report = _report("shared", "tokens", fit, [sample.size for sample in samples], samples)
-    return SharedCost(call_ms=call, ms_per_flop=per_flop), report
+    sizes = [sample.size for sample in samples]
+    (call, per_flop), fit = _fit("shared", "tokens", flops, sizes, samples, slope=1)
+    return SharedCost(call_ms=call, ms_per_flop=per_flop), fit
 
 
 def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[ExpertCost, Fit]:
     """Fit an expert call. Raises ValueError for samples that cannot be fitted."""
     works = [(1.0, sample.active, sample.pairs * shape.pair_flops) for sample in samples]
-    fit = _fitted(works, [sample.ms for sample in samples], slope=2)
-    call, per_expert, per_flop = fit.coefficients_F.tolist()
     pairs = [sample.pairs for sample in samples]
-    report = _report("expert", "(token, expert) pairs", fit, pairs, samples)
-    return ExpertCost(call_ms=call, expert_ms=per_expert, ms_per_flop=per_flop), report
+    found, fit = _fit("expert", "(token, expert) pairs", works, pairs, samples, slope=2)
+    call, per_expert, per_flop = found
+    return ExpertCost(call_ms=call, expert_ms=per_expert, ms_per_flop=per_flop), fit
 
 
 def fit_link(
@@ -153,10 +139,34 @@ def fit_link(
     """Fit a link. Raises ValueError for samples that cannot be fitted."""
     sizes = [sample.size for sample in samples]
     works = [(1.0, float(size)) for size in sizes]
-    fit = _fitted(works, [sample.ms for sample in samples], slope=1)
-    alpha, per_byte = fit.coefficients_F.tolist()
+    (alpha, per_byte), fit = _fit(f"{direction} {backend}", "bytes", works, sizes, samples, slope=1)
     cost = LinkCost(backend=backend, direction=direction, alpha_ms=alpha, ms_per_byte=per_byte)
-    return cost, _report(f"{direction} {backend}", "bytes", fit, sizes, samples)
+    return cost, fit
+
+
+def _fit(
+    stage: str,
+    size_unit: str,
+    works: Sequence[Sequence[float]],
+    sizes: Sequence[float],
+    samples: Sequence[AttentionSample | ServingSample | ExpertSample | SizedSample],
+    slope: int | None = None,
+) -> tuple[list[float], Fit]:
+    """Return the coefficients of `works`, and the fit's report over `sizes`. slope: `_fitted`."""
+    fit = _fitted(works, [sample.ms for sample in samples], slope)
+    points = [
+        Point(sample.label, float(size), sample.ms, float(predicted))
+        for sample, size, predicted in zip(samples, sizes, fit.predicted_N, strict=True)
+    ]
+    report = Fit(
+        stage=stage,
+        size_unit=size_unit,
+        r2=fit.r2,
+        median_error_fraction=fit.median_error_fraction,
+        points=points,
+        uncertain=fit.uncertain,
+    )
+    return fit.coefficients_F.tolist(), report
 
 
 def _fitted(
@@ -179,24 +189,3 @@ def _fitted(
     predicted_N = features_NF @ coefficients_F
     error = float(np.median(np.abs(predicted_N - times_N) / times_N))
     return NonNegativeFit(coefficients_F, predicted_N, rest.r2, error, uncertain=True)
-
-
-def _report(
-    stage: str,
-    size_unit: str,
-    fit: NonNegativeFit,
-    sizes: Sequence[float],
-    samples: Sequence[AttentionSample | ServingSample | ExpertSample | SizedSample],
-) -> Fit:
-    points = [
-        Point(sample.label, float(size), sample.ms, float(predicted))
-        for sample, size, predicted in zip(samples, sizes, fit.predicted_N, strict=True)
-    ]
-    return Fit(
-        stage=stage,
-        size_unit=size_unit,
-        r2=fit.r2,
-        median_error_fraction=fit.median_error_fraction,
-        points=points,
-        uncertain=fit.uncertain,
-    )

@@ -163,12 +163,6 @@ def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
     return max(1.0, actual_ms / best_ms) if best_ms > 0 else 1.0
 
 
-class _GroupSize(NamedTuple):
-    spec: PlanSpec
-    chunk_ms: ChunkTime
-    expected_ms: Callable[[float, int], float]
-
-
 class _Knee(NamedTuple):
     mix_s_per_s: float  # seconds of the mix of one attention rank, computed per second
     in_use: dict[str, float]
@@ -191,16 +185,16 @@ def _knee(group: GroupSetup, mix: TrafficMix, ag: int, eg: int) -> _Knee | None:
     spec = group.specs.get((ag, eg))
     if spec is None or mix.is_empty:
         return None
-    size = _GroupSize(spec, group.chunk_times[eg], group.expected_ms)
     rows, prompts, mix_s = _fullest(mix, spec.max_samples)
     whole, part = math.floor(prompts), prompts - math.floor(prompts)
-    less = _batch(size, mix, rows, whole)
-    more = _batch(size, mix, rows, whole + 1) if part > 0 else less
-    if less is None and more is None:
+    less_ms, less_in_use = _batch_time(group, (ag, eg), mix, rows, whole)
+    more_ms, more_in_use = less_ms, less_in_use
+    if part > 0:
+        more_ms, more_in_use = _batch_time(group, (ag, eg), mix, rows, whole + 1)
+    if not (less_in_use or more_in_use):
         return None
-    idle = PlannedBatchTime(0.0, {})
-    ms = (1 - part) * (less or idle).ms + part * (more or idle).ms
-    return _Knee(1e3 * mix_s / ms, (more or less or idle).in_use)
+    ms = (1 - part) * less_ms + part * more_ms
+    return _Knee(1e3 * mix_s / ms, more_in_use or less_in_use)
 
 
 def _fullest(mix: TrafficMix, max_tokens: int) -> tuple[int, float, float]:
@@ -226,16 +220,14 @@ def fullest_tokens(mix: TrafficMix, max_tokens: int) -> float:
     return min(float(max_tokens), max(1.0, rows + prompts * per_prompt))
 
 
-class PlannedBatchTime(NamedTuple):
-    """A batch's time, and the fractions of it in which each resource is in use."""
+def _batch_time(
+    group: GroupSetup, ranks: tuple[int, int], mix: TrafficMix, rows: int, prompts: int
+) -> tuple[float, dict[str, float]]:
+    """Return a batch's ms under its plan, and the fraction in which each resource is in use.
 
-    ms: float
-    in_use: dict[str, float]
-
-
-def _batch(size: _GroupSize, mix: TrafficMix, rows: int, prompts: int) -> PlannedBatchTime | None:
-    """Return the time under the plan the batch would get; None for an empty batch."""
-    spec = size.spec
+    An empty batch takes 0 ms and uses nothing.
+    """
+    spec, chunk_ms = group.specs[ranks], group.chunk_times[ranks[1]]
     at = _mean(mix.positions, mix.decode_tokens)
     batch = [(at, at + 1)] * rows
     start, new = _mean(mix.starts, mix.prompts), max(1, _mean(mix.prompt_tokens, mix.prompts))
@@ -244,20 +236,20 @@ def _batch(size: _GroupSize, mix: TrafficMix, rows: int, prompts: int) -> Planne
     if prompts and room // new < prompts and room > 0:  # rounding, or a very large chunk
         batch.append((start, start + max(1, min(new, room % new))))
     if not batch:
-        return None
-    planned = planned_batch(spec, batch, size.chunk_ms)
-    ms = size.expected_ms(planned.makespan_ms, len(batch))
-    return PlannedBatchTime(ms, _in_use(size, batch, planned))
+        return 0.0, {}
+    planned = planned_batch(spec, batch, chunk_ms)
+    ms = group.expected_ms(planned.makespan_ms, len(batch))
+    return ms, _in_use(spec, batch, sum(chunk_ms(*chunk) for chunk in batch), planned)
 
 
-def _in_use(size: _GroupSize, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
-    spec = size.spec
+def _in_use(
+    spec: PlanSpec, batch: Chunks, chunks_ms: float, planned: PlannedBatch
+) -> dict[str, float]:
     tokens = count_tokens(batch)
     plan, stages = planned.plan, spec.stages
     calls, me = plan.r1 * plan.r2, spec.me(tokens, 1)
     layer_ms = planned.makespan_ms / spec.num_layers
-    attention_ms = plan.r1 * stages.attention.alpha_ms
-    attention_ms += sum(size.chunk_ms(start, stop) for start, stop in batch)
+    attention_ms = plan.r1 * stages.attention.alpha_ms + chunks_ms
     attention_ms += plan.r1 * spec.shared.alpha_ms + spec.shared.beta_ms * tokens
     busy_ms = {"attention": attention_ms} | {
         name: calls * stage.alpha_ms + stage.beta_ms * me

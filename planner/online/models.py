@@ -35,9 +35,8 @@ from planner.costs.model_shape import (
 )
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.stages import COLD_SAMPLES, COLD_SIZES, ExpertStage, MicroBatchStage, SizedStage
-from planner.schedule.batch_plan import ChunkTime
+from planner.schedule.batch_plan import BatchBucket, ChunkTime, bucket_of
 
 _PER_SIZE = 8  # samples kept per size
 _MORE_SIZES = 1.5  # growth in the number of sizes after which a new fit is due

@@ -20,17 +20,21 @@ from typing import NamedTuple
 import msgspec
 
 from contracts.plan import Plan
-from contracts.planner_messages import BatchReport, ExpertReport
+from contracts.planner_messages import TRIAL_REPORTS, BatchReport, ExpertReport
 from planner.costs.fit import OnlineLinear
 from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.routing_shape import Spread
 from planner.costs.stages import FREE, Linear, PlanSpec
-from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
-from planner.online.split_trials import SplitTrials
 from planner.online.stages import SizedStage
-from planner.schedule.batch_plan import planned_batch, replayed_ms, uncut_batch
+from planner.schedule.batch_plan import (
+    BatchBucket,
+    bucket_of,
+    planned_batch,
+    replayed_ms,
+    uncut_batch,
+)
 from planner.schedule.solver import PlannedBatch
 
 DRIFT = 0.15  # relative change of a stage at a reference size that starts a new version
@@ -84,25 +88,20 @@ class OnlinePlanner:
         following = OnlineModels(setup)
         if before and setup.refit:
             following.carry_over(before[-1].models)
-        file = None if setup.hardware is None else OnlineModels(setup)
+        views = [_ModelView(following, _identity())]
+        if setup.hardware is not None:
+            file = OnlineModels(setup)
+            views = [_ModelView(file, None), _ModelView(file, _identity()), *views]
         self._setup, self._following = setup, following
-        refit_view = _ModelView(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-        self._model_views = [refit_view]
-        if file is not None:
-            as_measured = _ModelView(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-            self._model_views = [_ModelView(file, None), as_measured, refit_view]
-        self._selector = ModelSelector(len(self._model_views))
-        if len(before) == len(self._model_views):
-            lines = [view.line for view in before]
-            self._model_views = [
-                view._replace(line=line)
-                for view, line in zip(self._model_views, lines, strict=True)
-            ]
+        self._selector = ModelSelector(len(views))
+        if len(before) == len(views):
+            views = [new._replace(line=old.line) for new, old in zip(views, before, strict=True)]
             self._selector.selected = selected
+        self._model_views = views
         self._known: OrderedDict[BatchBucket, PlannedBatch] = OrderedDict()
         self._reference = _reference_times(self._models)
         self._reports = 0
-        self._solo_line = OnlineLinear(Linear(0.0, 1.0), _EVEN)
+        self._solo_line = _identity()
         self._between = SizedStage(None, _TYPICAL_SEQUENCES)
         self._trials = SplitTrials()
 
@@ -151,12 +150,11 @@ class OnlinePlanner:
             return planned_batch(spec, batch, chunk_ms, beyond=self._setup.beyond)
         return uncut_batch(spec, batch, chunk_ms)
 
-    def expected_ms(self, planned: PlannedBatch) -> float:
-        """Return the expected makespan, with costs that have no stage model (logits, sampling)."""
-        return self._view.expected_ms(planned.makespan_ms)
-
     def predict_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
-        """Return the expected makespan on these micro-batches; None while a stage is cold."""
+        """Return the expected makespan on these micro-batches; None while a stage is cold.
+
+        It includes costs that have no stage model (logits, sampling).
+        """
         replayed_ms = _replayed_ms(self._models, plan, micro_batches)
         return None if replayed_ms is None else self._view.expected_ms(replayed_ms)
 
@@ -231,10 +229,10 @@ class OnlinePlanner:
         self._check_drift(least_reports=REPORTS_BETWEEN)
 
     def _check_drift(self, *, least_reports: int) -> None:
+        if self._reference and self._reports < least_reports:
+            return
         times = _reference_times(self._models)
-        warmed_up = bool(times) and not self._reference
-        due = self._reports >= least_reports and _drifted(self._reference, times)
-        if warmed_up or due:
+        if (times and not self._reference) or _drifted(self._reference, times):
             self._reports = 0
             self._reference = times
             self._plan_again()
@@ -256,6 +254,10 @@ class _ModelView(NamedTuple):
     def update_line(self, replayed_ms: float, measured_ms: float) -> None:
         if self.line is not None:
             self.line.update(replayed_ms, measured_ms)
+
+
+def _identity() -> OnlineLinear:
+    return OnlineLinear(Linear(0.0, 1.0), _EVEN)
 
 
 def _replayed_ms(
@@ -326,3 +328,65 @@ class ModelSelector:
             self.selected = best
             for errors in self._errors:
                 errors.clear()
+
+
+LEAST_SPLIT_GAIN = 0.05  # of the slower median; smaller differences change nothing
+REPEAT_REPORTS = 1024  # then the other way is measured again
+
+
+class SplitTrials:
+    """Choice between split and unsplit decode batches by measured times.
+
+    Stage models lack two costs of a split decode batch: its micro-batches compete for cores that
+    both groups use, and only an unsplit batch runs whole layers in compiled calls.
+
+    A trial runs TRIAL_REPORTS batches in the other way, and every one of them is reported. Batches
+    before, between and after them run in the selected way. Trials are by number of sequences.
+    """
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+
+    def splits(self, bucket: BatchBucket) -> bool:
+        """Return whether a plan may split a batch; always, if it has prompts."""
+        trial = self._trials.get(bucket.decode_rows)
+        return bucket.prompts > 0 or trial is None or trial.splits
+
+    def lacks_other(self, bucket: BatchBucket) -> bool:
+        """Return whether batches of this size should be measured in the other way too."""
+        trial = self._trials.get(bucket.decode_rows)
+        return bucket.prompts == 0 and trial is not None and trial.lacks_other
+
+    def add(self, bucket: BatchBucket, is_split: bool, ms: float) -> bool:
+        """Add a batch's measured time; return whether plans of its size change."""
+        if bucket.prompts:
+            return False
+        return self._trials.setdefault(bucket.decode_rows, _Trial()).add(is_split, ms)
+
+
+class _Trial:
+    """Latest times of split and of unsplit batches."""
+
+    def __init__(self) -> None:
+        self.splits = True
+        self._times_ms = {way: deque[float](maxlen=TRIAL_REPORTS) for way in (True, False)}
+        self._added = 0
+
+    @property
+    def lacks_other(self) -> bool:
+        return self._is_known(self.splits) and not self._is_known(not self.splits)
+
+    def _is_known(self, way: bool) -> bool:
+        return len(self._times_ms[way]) == TRIAL_REPORTS
+
+    def add(self, is_split: bool, ms: float) -> bool:
+        before, lacked, times_ms = self.splits, self.lacks_other, self._times_ms
+        times_ms[is_split].append(ms)
+        self._added += 1
+        if self._added % REPEAT_REPORTS == 0:
+            times_ms[not before].clear()
+        if self._is_known(True) and self._is_known(False):
+            now_ms, other_ms = (statistics.median(times_ms[way]) for way in (before, not before))
+            if other_ms < (1 - LEAST_SPLIT_GAIN) * now_ms:
+                self.splits = not before
+        return (self.splits, self.lacks_other) != (before, lacked)

@@ -44,7 +44,7 @@ class SizedStage:
         self._samples.setdefault(size, []).append((x, ms))
         samples = [sample for of_size in self._samples.values() for sample in of_size]
         if len(self._samples) >= COLD_SIZES and len(samples) >= COLD_SAMPLES:
-            self._online = OnlineLinear(fit_linear(samples).model, self._typical_x)
+            self._online = OnlineLinear(fit_linear(samples), self._typical_x)
             self._samples.clear()
 
 

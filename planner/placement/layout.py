@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.arrays import Array, Bools, Floats, Ints
-from planner.placement.replicas import replica_chooser
+from planner.placement.slots import replica_chooser
 
 HIDDEN = 0.1  # weight of the hidden time
 OVERLOAD = 2.0  # a load of 0.01 over the limit costs as much as 2 % more copies

@@ -6,7 +6,12 @@
 Groups of experts are found without regard to nodes and then exchanged between them, or first for
 nodes and then for the ranks of each; the cheaper one counts.
 
-Shapes: T tokens, K experts of each, E experts, R ranks, N nodes.
+Each layer is solved by itself, so its groups of experts are numbered at random. `aligned` exchanges
+the groups of ranks with equal slots, so that token ids find their experts on one rank in all
+layers. That changes neither copies nor load, and raises the share of a request's pairs on its best
+rank, which request routing uses (`LocalShares`).
+
+Shapes: T tokens, K experts of each, E experts, R ranks, N nodes, V token ids.
 """
 
 from __future__ import annotations
@@ -17,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from contracts.placement import bounds_of
 from planner.arrays import Bools, Floats, Ints
-from planner.placement.alignment import aligned, regrouped
 from planner.placement.layout import HomeRanks, Layout, Objective, usual_costs
-from planner.placement.routing import LayerRouting, TokenCounts, batches_of_ranks, measure
+from planner.placement.routing import LayerRouting, TokenCounts, batches_of_ranks, measure, shares
 from planner.placement.search import descend, improved
 from planner.placement.slots import Line, held, layer_slots, line_of, ranks_of
 from planner.placement.solve import REBALANCE_WORK, sample_of, solve_layer, split
@@ -161,6 +166,76 @@ def _divided(
     descend(layout, 20 * len(by_node))
     best = improved(layout, REBALANCE_WORK, np.random.default_rng(0))[0]
     return line_of(best.experts_S, best.ranks_S, slots_per_rank, ())
+
+
+MAX_ROUNDS = 20  # over all layers; two or three are usual
+
+
+def aligned(
+    lines: Sequence[Line],
+    counts: Sequence[TokenCounts],
+    slots_per_rank: Sequence[int],
+    experts: int,
+    nodes: Sequence[int] | None = None,
+) -> list[Line]:
+    """Return the lines of all layers with the ranks of equal slots exchanged.
+
+    Maximises the squared norm of the sum over layers of each id's pairs per rank beyond the mean
+    share. nodes: of the ranks, if only ranks of one node may be exchanged."""
+    kinds = list(zip(slots_per_rank, nodes or [0] * len(slots_per_rank), strict=True))
+    ids = max(int(each.ids_N.max(initial=-1)) + 1 for each in counts)
+    tables = [
+        _deviations(shares(*each, held(line, slots_per_rank, experts)), ids)
+        for line, each in zip(lines, counts, strict=True)
+    ]
+    total_VR = np.zeros_like(tables[0])
+    source = [np.arange(len(slots_per_rank)) for _ in lines]  # of each rank's group
+    for turn in range(MAX_ROUNDS):
+        changed = False
+        for layer, table_VR in enumerate(tables):
+            if turn:
+                total_VR -= table_VR[:, source[layer]]
+            better_R = _assignment(total_VR.T @ table_VR, source[layer], kinds)
+            changed |= bool((better_R != source[layer]).any())
+            source[layer] = better_R
+            total_VR += table_VR[:, better_R]
+        if not changed:
+            break
+    return [regrouped(line, each, slots_per_rank) for line, each in zip(lines, source, strict=True)]
+
+
+def _deviations(shares_VR1: Floats, ids: int) -> Floats:
+    """Return pairs beyond the mean share, by the root of an id's pairs; zeros without any."""
+    times_V1, all_R1 = shares_VR1[:, -1:], shares_VR1.sum(0)
+    mean_R = all_R1[:-1] / max(1.0, all_R1[-1])
+    found_VR = (shares_VR1[:, :-1] - times_V1 * mean_R) / np.sqrt(np.maximum(times_V1, 1.0))
+    return np.pad(found_VR, ((0, ids - len(found_VR)), (0, 0)))
+
+
+def _assignment(gain_RR: Floats, start_R: Ints, kinds: Sequence[tuple[int, int]]) -> Ints:
+    """Return the group of each rank by exchanges that raise the sum of gain[rank, group].
+
+    kinds: only groups of ranks of one kind are exchanged."""
+    source_R, is_better = start_R.copy(), True
+    pairs = [
+        [one, other]
+        for one, other in itertools.combinations(range(len(start_R)), 2)
+        if kinds[one] == kinds[other]
+    ]
+    while is_better:
+        is_better = False
+        for both in pairs:
+            now, after = gain_RR[both, source_R[both]], gain_RR[both, source_R[both[::-1]]]
+            if after.sum() > now.sum() * (1 + 1e-9) + 1e-9:
+                source_R[both] = source_R[both[::-1]]
+                is_better = True
+    return source_R
+
+
+def regrouped(line: Line, source_R: Ints, slots_per_rank: Sequence[int]) -> Line:
+    """Return a line with the group `source_R[r]` on each rank r."""
+    groups = [line[low:high] for low, high in bounds_of(slots_per_rank)]
+    return tuple(itertools.chain.from_iterable(groups[group] for group in source_R))
 
 
 def aligned_on_nodes(

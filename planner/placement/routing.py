@@ -47,11 +47,10 @@ class Measured(NamedTuple):
     """Figures of a placement on a sample.
 
     copies: mean number of ranks that a token is sent to. load: pairs of the busiest rank over the
-    mean, for the whole sample; batch_load: the mean of the same per batch."""
+    mean."""
 
     copies: float
     load: float
-    batch_load: float
 
 
 def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Array]:
@@ -63,18 +62,13 @@ def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Arra
 def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
     """Return the figures of a placement on the sample."""
     ranks, tokens = len(placed.bounds), len(routing.sets_PK)
-    copies, pairs_R, batch_loads = 0, np.zeros(ranks, np.int64), []
+    copies, pairs_R = 0, np.zeros(ranks, np.int64)
     for ranks_TK in batches_of_ranks(routing, placed):
         ordered_TK = np.sort(ranks_TK, axis=1)
         copies += len(ordered_TK) + int((ordered_TK[:, 1:] != ordered_TK[:, :-1]).sum())
-        of_batch_R = np.bincount(ranks_TK.ravel(), minlength=ranks)
-        batch_loads.append(of_batch_R.max() / of_batch_R.mean())
-        pairs_R += of_batch_R
-    return Measured(
-        copies / max(1, tokens),
-        float(pairs_R.max() / pairs_R.mean()) if tokens else 1.0,
-        float(np.mean(batch_loads)) if batch_loads else 1.0,
-    )
+        pairs_R += np.bincount(ranks_TK.ravel(), minlength=ranks)
+    load = float(pairs_R.max() / pairs_R.mean()) if tokens else 1.0
+    return Measured(copies / max(1, tokens), load)
 
 
 def line_price(
@@ -237,6 +231,34 @@ def share_table(layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> Floa
     prior = PRIOR_TOKENS * top_k * len(layers)
     table_VR: Floats = (pairs_VR1[:, :-1] + prior * mean_R) / (pairs_VR1[:, -1:] + prior)
     return table_VR
+
+
+MAX_LOOKED_UP = 256  # tokens of a prompt, evenly spaced
+
+
+class LocalShares:
+    """Predicted share of a prompt's experts on each worker: the mean over layers, by token id.
+
+    Speculative MoE, Section 3.3, for whole requests: with experts divided among workers, pairs
+    whose expert is on the request's worker need no transfer. Ids without counts have the mean.
+    """
+
+    def __init__(self, layers: Sequence[tuple[TokenCounts, Bools]], top_k: int) -> None:
+        """layers: for each, counted pairs and the experts of each worker [E, W]."""
+        self._table_VR = share_table(layers, top_k).astype(np.float32)
+
+    def of_tokens(self, token_ids: Sequence[int], start: int = 0) -> list[float]:
+        """Return the share of the pairs of tokens [start, end) on each worker; zeros for none.
+
+        The time is bounded by MAX_LOOKED_UP."""
+        count = len(token_ids) - start
+        if count <= 0:
+            return [0.0] * self._table_VR.shape[1]
+        step = -(-count // MAX_LOOKED_UP) | 1  # odd, against prompts of pairs
+        ids_T = np.array(token_ids[start::step], np.int64)
+        rows_T = np.minimum(ids_T, len(self._table_VR) - 1)
+        means: list[float] = self._table_VR.take(rows_T, axis=0).mean(0).tolist()
+        return means
 
 
 def rank_of_ids(shares_VR1: Floats) -> Ints:

@@ -17,6 +17,7 @@ import numpy as np
 from planner.arrays import Bools, Floats, Ints
 from planner.placement.layout import EMPTY, Layout, LayoutChange, totals
 from planner.placement.routing import TokenCounts, rank_of_ids, shares
+from planner.placement.slots import ranks_of
 
 GAIN = 1e-9  # the least that counts
 MAX_LAYOUTS = 8  # that are kept
@@ -185,11 +186,6 @@ RANDOM = 2  # random starts
 ROUNDS = 12  # of co-clustering, after which labels hardly change
 
 
-def in_order(homes_R: Ints) -> Ints:
-    """Return the rank of each expert [E], in the order of the experts."""
-    return np.repeat(np.arange(len(homes_R)), homes_R)
-
-
 def balanced(load_E: Floats, homes_R: Ints) -> Ints:
     """Assign the experts by descending load, each to the least loaded rank with room."""
     ranks_E, load_R, room_R = np.zeros_like(load_E, np.int64), np.zeros(len(homes_R)), homes_R + 0
@@ -255,10 +251,11 @@ def starts(
     counts: TokenCounts, together_EE: Floats, homes_R: Ints, rng: np.random.Generator
 ) -> Iterator[Ints]:
     """Yield the ranks [E] of each initial layout."""
-    yield in_order(homes_R)
+    in_order_E = ranks_of(homes_R)
+    yield in_order_E
     yield balanced(together_EE.diagonal(), homes_R)
     yield (packed := grown(together_EE, homes_R))
     if len(counts.ids_N):
         yield co_clustered(counts, packed, homes_R)
     for _ in range(RANDOM):
-        yield rng.permutation(in_order(homes_R))
+        yield rng.permutation(in_order_E)

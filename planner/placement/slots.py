@@ -1,8 +1,9 @@
-"""Look-up arrays of a placement for dispatch, and layers as sequences of slots.
+"""Look-up arrays of a placement for dispatch, layers as sequences of slots, choice of replicas.
 
 Shapes: T tokens, K experts of each, E experts, R ranks.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -10,13 +11,75 @@ import numpy as np
 
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
-from planner.arrays import Array, Bools, Ints
-from planner.placement.replicas import (
-    FewestRanksChooser,
-    RoundRobinChooser,
-    compile_rule,
-    replica_chooser,
-)
+from planner.arrays import Array, Bools, Floats, Ints
+
+MAX_TOP_K = 255
+
+
+class RoundRobinChooser:
+    """Replica choice for more than MAX_RANKS ranks: token t takes replica t modulo their number."""
+
+    def __init__(self, slot_ER: Array) -> None:
+        self._replicas_E = (slot_ER >= 0).sum(axis=1)
+        self._slots_ER = np.sort(slot_ER, axis=1)[:, ::-1]
+
+    def slots(self, topk_ids_TK: Ints, *_: object) -> Array:
+        """Return the slot of each pair [T, K]."""
+        token_T1 = np.arange(len(topk_ids_TK))[:, None]
+        slot_TK: Array = self._slots_ER[topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]]
+        return slot_TK
+
+
+class FewestRanksChooser:
+    """The compiled rule, for up to MAX_RANKS ranks. sets_E: ranks of each expert, as bits."""
+
+    def __init__(self, slot_ER: Array) -> None:
+        self.slot_ER, self._kind = np.ascontiguousarray(slot_ER, np.int64), slot_ER.dtype
+        self.sets_E: Ints = (slot_ER >= 0) @ (1 << np.arange(slot_ER.shape[1]))
+
+    def slots(
+        self,
+        topk_ids_TK: Ints,
+        free_rank: int | None = None,
+        weights_T: Floats | None = None,
+        load_R: Floats | None = None,
+    ) -> Array:
+        """Return the slot of each pair [T, K].
+
+        free_rank: a rank that costs a token nothing. weights_T: equal tokens in each, default 1.
+        load_R: pairs of the ranks beside these, default 0."""
+        from kernels.replica_choice import choose_replicas
+
+        ids_TK = np.require(topk_ids_TK, np.int64, ("C", "W"))
+        slot_TK, ranks = np.empty_like(ids_TK), self.slot_ER.shape[1]
+        load_R = np.zeros(ranks) if load_R is None else load_R.copy()
+        weights_T = np.ones(len(ids_TK)) if weights_T is None else weights_T
+        free = 0 if free_rank is None else 1 << free_rank
+        choose_replicas(ids_TK, weights_T, self.sets_E, self.slot_ER, free, load_R, slot_TK)
+        return slot_TK.astype(self._kind)
+
+
+def replica_chooser(slot_ER: Array) -> FewestRanksChooser | RoundRobinChooser:
+    """Return the choice of one layer's replicas. slot_ER: -1 on ranks without the expert."""
+    from kernels.replica_choice import MAX_RANKS
+
+    if slot_ER.shape[1] > MAX_RANKS:
+        return RoundRobinChooser(slot_ER)
+    compile_rule()
+    return FewestRanksChooser(slot_ER)
+
+
+@functools.cache
+def compile_rule() -> None:
+    """Compile the rule, or read it from disk: before the first batch with replicas."""
+    from kernels.compiled import compile_on_disk
+
+    chooser = FewestRanksChooser(np.array([[0, 1]]))
+
+    def call() -> None:
+        chooser.slots(np.zeros((1, 1), np.int64))
+
+    compile_on_disk(call)
 
 
 class LayerSlots:
@@ -64,7 +127,7 @@ class LayerSlots:
         return np.searchsorted(self.lows_R[1:], slots, "right")
 
     def of_pairs(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
-        """Return the slot that serves each pair [T, K], by the rule of `replicas.py`.
+        """Return the slot that serves each pair [T, K], by the rule of kernels/replica_choice.py.
 
         free_rank: a rank that costs a token nothing. Equal ids give equal slots."""
         if self.choice is None:
@@ -124,7 +187,7 @@ def check_fits(
 Line = tuple[int, ...]
 
 
-def ranks_of(slots_per_rank: Sequence[int]) -> Ints:
+def ranks_of(slots_per_rank: Sequence[int] | Ints) -> Ints:
     """Return the rank of each slot."""
     return np.repeat(np.arange(len(slots_per_rank)), slots_per_rank)
 
@@ -169,7 +232,7 @@ def contiguous_line(load_E: Ints, slots_per_rank: Sequence[int]) -> Line:
 
     A replica divides the load that an expert counts."""
     homes_R = first_homes(len(load_E), slots_per_rank)
-    ranks_E = np.repeat(np.arange(len(homes_R)), homes_R)
+    ranks_E = ranks_of(homes_R)
     lines = [np.flatnonzero(ranks_E == rank).tolist() for rank in range(len(homes_R))]
     replicas_E = np.ones(len(load_E))
     for _ in range(max(slots_per_rank)):

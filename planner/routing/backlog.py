@@ -50,10 +50,14 @@ class Lane(enum.IntEnum):
 
 
 class HeldRequest(NamedTuple):
-    """A waiting prompt, with its tokens if known; avoid: workers that failed it, in order."""
+    """A waiting prompt.
+
+    avoid: workers that failed it, in order; used only as a last resort. token_ids: its tokens, if
+    workers share parts of blocks, or for locality.
+    """
 
     prompt: Prompt
-    lane: Lane
+    lane: Lane = Lane.FIRST
     caller: Caller = ANONYMOUS
     avoid: tuple[int, ...] = ()
     token_ids: Sequence[int] = ()
@@ -169,23 +173,11 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._home) + len(self._unassigned)
 
-    def put(
-        self,
-        prompt: Prompt,
-        lane: Lane = Lane.FIRST,
-        token_ids: Sequence[int] = (),
-        caller: Caller = ANONYMOUS,
-        avoid: tuple[int, ...] = (),
-    ) -> bool:
+    def put(self, held: HeldRequest) -> bool:
         """Assign a home; `take` returns what to send.
 
-        Returns True if it goes at once: a full batch is held for an idle worker. token_ids: the
-        prompt's, if workers share parts of blocks, or for locality. avoid: workers that failed the
-        request, the last one last; used only as a last resort.
+        Returns True if it goes at once: a full batch is held for an idle worker.
         """
-        return self._put(HeldRequest(prompt, lane, caller, avoid, token_ids))
-
-    def _put(self, held: HeldRequest) -> bool:
         prompt, lane, caller, avoid, token_ids = held
         candidates = self._router.candidates(prompt, self._promises, self._held)
         if avoid:
@@ -313,7 +305,7 @@ class Backlog:
         unassigned = [*self._unassigned.values(), *moved]
         self._unassigned.clear()
         for held in unassigned:
-            self._put(held)
+            self.put(held)
 
     def _remove(self, key: RequestKey, *, is_dispatched: bool) -> HeldRequest:
         worker = self._home.pop(key)

@@ -66,15 +66,13 @@ class PendingBlocks:
 
     def match(self, worker: int, hashes: Hashes) -> int:
         """Return the number of leading blocks of `hashes` that are pending at a worker."""
-        blocks = 0
-        for run, end in self._along(hashes):
-            if worker not in run.workers:
-                break
-            blocks = end
-        return blocks
+        return self.matches(hashes).get(worker, 0)
 
     def matches(self, hashes: Hashes) -> dict[int, int]:
-        """Return the matches of all workers that have any."""
+        """Return the matches of all workers that have any.
+
+        Workers of a run have all runs before it.
+        """
         found: dict[int, int] = {}
         for run, end in self._along(hashes):
             found.update(dict.fromkeys(run.workers, end))

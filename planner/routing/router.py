@@ -14,8 +14,7 @@ from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.open_requests import OpenRequests, RequestTotals, RequestWork
 from planner.routing.prefix_index import PendingBlocks, PrefixIndex
-from planner.routing.saturation import SaturationConfig, threshold
-from planner.routing.worker_state import WorkerState, usable_tokens
+from planner.routing.worker_state import SaturationConfig, WorkerState, threshold, usable_tokens
 
 LOAD_FOR_SAVED = 8  # extra load that is accepted per unit of saved work
 

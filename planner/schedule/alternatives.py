@@ -40,7 +40,7 @@ from planner.costs.routing_shape import (
     uniform,
     uniform_spread,
 )
-from planner.costs.stages import FREE, Linear
+from planner.costs.stages import FREE
 
 MAX_SAMPLES = 1024  # per device; beyond, throughput no longer changes
 
@@ -98,30 +98,14 @@ def alternatives(workload: Workload) -> list[Alternative]:
     return [_colocated(workload), _weight_gathering(workload)]
 
 
-class _Compute(NamedTuple):
-    """Times of one layer on a device with both roles; x of expert: tokens per expert."""
-
-    attention: Linear
-    shared: Linear
-    expert: Linear
-    tokens_per_expert: float  # per sample of a device
-
-    def layer_ms(self, samples: float) -> float:
-        return (
-            self.attention.at(samples)
-            + self.shared.at(samples)
-            + self.expert.at(samples * self.tokens_per_expert)
-        )
-
-
-def _compute(workload: Workload, deployment: Deployment, spread: Spread) -> _Compute:
+def _compute_ms(workload: Workload, deployment: Deployment, samples: int, spread: Spread) -> float:
+    """Return the time of one layer on a device with both roles."""
     shape, hardware = workload.shape, workload.hardware
-    return _Compute(
-        attention_model(hardware.attention, shape, deployment),
-        shared_model(hardware, shape, deployment) or FREE,
-        expert_model(hardware, shape, spread),
-        tokens_per_expert(shape, deployment),
-    )
+    attention = attention_model(hardware.attention, shape, deployment)
+    shared = shared_model(hardware, shape, deployment) or FREE
+    expert = expert_model(hardware, shape, spread)
+    me = samples * tokens_per_expert(shape, deployment)
+    return attention.at(samples) + shared.at(samples) + expert.at(me)
 
 
 def _colocated(workload: Workload) -> Alternative:
@@ -133,31 +117,26 @@ def _colocated(workload: Workload) -> Alternative:
     samples = _fitting(workload, weight_bytes, sum(memory.sample_bytes for memory in memories))
     if samples < 1:
         return _does_not_fit(name, weight_bytes, workload)
-    best: Alternative | None = None
-    for parts in PARTS:
+    found = []
+    for parts in (parts for parts in PARTS if parts <= samples):
         part = samples // parts
-        if part < 1:
-            continue
         times = [_colocated_ms(workload, deployment, part, spread) for spread in routing.layers]
         each_ms = [exchanged_ms(parts, layer) for layer in times]
         makespan_ms = shape.moe_layers * sum(each_ms) / len(each_ms)
         exposed = 1.0 - parts * sum(layer.compute for layer in times) / sum(each_ms)
         note = f"{part * parts} samples a device" + (", two half-batches" if parts == 2 else "")
-        found = _alternative(name, workload, part * parts, makespan_ms, exposed, note)
-        if best is None or found.samples_per_s > best.samples_per_s:
-            best = found
-    assert best is not None
-    return best
+        found.append(_alternative(name, workload, part * parts, makespan_ms, exposed, note))
+    return max(found, key=lambda each: each.samples_per_s)
 
 
 def _colocated_ms(
     workload: Workload, deployment: Deployment, samples: int, spread: Spread
 ) -> LayerMs:
-    compute = _compute(workload, deployment, spread)
-    if workload.devices == 1:
-        return LayerMs(compute.layer_ms(samples), 0.0)  # the hardware may have no links
-    moved_ms = exchange_ms(prefill_group(workload), spread, samples * compute.tokens_per_expert)
-    return LayerMs(compute.layer_ms(samples), moved_ms)
+    moved_ms = 0.0
+    if workload.devices > 1:  # else the hardware may have no links
+        me = samples * tokens_per_expert(workload.shape, deployment)
+        moved_ms = exchange_ms(prefill_group(workload), spread, me)
+    return LayerMs(_compute_ms(workload, deployment, samples, spread), moved_ms)
 
 
 def _weight_gathering(workload: Workload) -> Alternative:
@@ -175,7 +154,7 @@ def _weight_gathering(workload: Workload) -> Alternative:
     samples = _fitting(workload, weight_bytes, attention.sample_bytes + expert.sample_bytes)
     if samples < 1:
         return _does_not_fit(name, weight_bytes, workload)
-    compute_ms = _compute(workload, deployment, everything).layer_ms(samples)
+    compute_ms = _compute_ms(workload, deployment, samples, everything)
     moved_ms = 0.0
     if devices > 1:
         moved_ms = gather_ms(any_split(workload, "a2e"), devices, layer_bytes)

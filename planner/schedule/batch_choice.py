@@ -1,13 +1,28 @@
-"""Choice of the workers that compute a batch, from measured times."""
+"""Choice of the workers that compute a batch, from measured times and moved volumes.
+
+Volume that one layer of a batch moves between workers, by scheme:
+
+                     before experts   experts      after   rows per token
+    all_reduce       all-reduce       A2A, A2A     AG      3 (D - 1) + 2 u    the paper's baseline
+    reduce_scatter   reduce-scatter   A2A, A2A     AG      2 (D - 1) + 2 u
+    shuffled         the same, and tokens land where their experts are predicted: u is smaller
+    tensor_parallel  all-reduce       all-reduce   -       4 (D - 1)
+    data_parallel    -                A2A, A2A     -       2 u                deduplicated DP+EP
+
+Rows have the model's dimension and are counted over all D workers together, which have equal shards
+of the tokens. u: other workers that a token is sent to, once each; without deduplication
+K (1 - local activation rate), as the paper has it. Speculative MoE, Section 3.2, reconstructed.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.costs.exchange_volume import ExchangeScheme, moved_rows
-from planner.scheduling.measured_rates import TaskTimes
+from planner.scheduling.task_order import TaskTimes
 
 LONGEST_BUSY_S = 60.0
 _LEAST_TOKENS, _NEWEST = 64, 0.3
@@ -15,6 +30,37 @@ _RETRIED_AFTER = 64  # batches of a size that one worker computes sooner
 _KEPT = 0.95  # of the weight of earlier idle times, at each new one
 _LONGEST_IDLE_S, _FIRST_IDLE_S = 2.0, 1.0  # the most that counts; assumed before any was seen
 COLLECTIVES, COLLECTIVE_S, BYTES_PER_S = 4, 2e-4, 1e9  # assumed before a pass was measured
+
+
+class ExchangeScheme(enum.StrEnum):
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    SHUFFLED = "shuffled"
+    TENSOR_PARALLEL = "tensor_parallel"
+    DATA_PARALLEL = "data_parallel"
+
+
+_COLLECTIVE_ROWS = {  # in D - 1 rows per token
+    ExchangeScheme.ALL_REDUCE: 3,
+    ExchangeScheme.REDUCE_SCATTER: 2,
+    ExchangeScheme.SHUFFLED: 2,
+    ExchangeScheme.TENSOR_PARALLEL: 4,
+    ExchangeScheme.DATA_PARALLEL: 0,
+}
+
+
+def served_scheme(nodes: Sequence[int]) -> ExchangeScheme:
+    """Return the scheme for workers on these nodes.
+
+    Inside a node the rows that shuffling saves cost less than their prediction.
+    """
+    return ExchangeScheme.SHUFFLED if len(set(nodes)) > 1 else ExchangeScheme.REDUCE_SCATTER
+
+
+def moved_rows(scheme: ExchangeScheme, workers: int, remote_copies: float) -> float:
+    """Return the rows per token. remote_copies: u."""
+    exchanged = 0.0 if scheme is ExchangeScheme.TENSOR_PARALLEL else 2 * remote_copies
+    return _COLLECTIVE_ROWS[scheme] * (workers - 1) + exchanged
 
 
 class BatchWork(NamedTuple):

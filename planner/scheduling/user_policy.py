@@ -21,8 +21,7 @@ from planner.scheduling.batching import (
     Phase,
     SequenceView,
 )
-from planner.scheduling.preemption import PolicyFallbackError
-from planner.scheduling.task_order import QueueHead, Task, TaskStage
+from planner.scheduling.task_order import PolicyFallbackError, QueueHead, Task, TaskStage
 
 MAX_FAILURES = 10  # failures after which it is disabled
 SLOW_S, SLOW_CALLS = 0.001, 100  # mean time per call, over this many calls
@@ -142,7 +141,8 @@ def guarded_choice(
     function: Callable[[Sequence[G]], G | None], failed: Callable[[str], None] = lambda _: None
 ) -> Callable[[Sequence[G]], G | None]:
     """Return the guarded `pick` or `serve`; it raises PolicyFallbackError for the default."""
-    guarded = GuardedPolicy(_name_of(function), function, _is_member, failed)
+    name = getattr(function, "__name__", "a function")
+    guarded = GuardedPolicy(name, function, _is_member, failed)
 
     def choice(given: Sequence[G]) -> G | None:
         one = guarded(given)
@@ -204,10 +204,6 @@ def _copy(policy: Any) -> Any:
 def are_keys(given: Sequence[SequenceView], keys: Iterable[Hashable]) -> bool:
     listed = list(keys)
     return len(set(listed)) == len(listed) and {each.key for each in given}.issuperset(listed)
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    return getattr(function, "__name__", "a function")
 
 
 def _is_member(given: Sequence[object], one: object) -> bool:

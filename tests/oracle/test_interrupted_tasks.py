@@ -31,8 +31,7 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.linear import PackedLinear
 from models.decoder.batch import AttentionBatch
-from planner.scheduling.preemption import LatencyPass, Preemption, W
-from planner.scheduling.task_order import Task
+from planner.scheduling.task_order import LatencyPass, Preemption, Task, W
 from tests.oracle.random_requests import check_random_requests
 from tests.support.group_harness import (
     PrefillThreads,

@@ -25,8 +25,7 @@ from actors.ranks.rendezvous import channel_addresses
 from contracts.errors import ConfigError
 from contracts.ranks import Group
 from models.weights.checkpoint import check_checkpoint
-from planner.costs.exchange_volume import ExchangeScheme, LayerExchange, moved_bytes
-from planner.schedule.batch_choice import BatchChoice
+from planner.schedule.batch_choice import BatchChoice, ExchangeScheme, moved_rows
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -388,14 +387,16 @@ def test_bytes_of_each_scheme_are_those_of_the_formula(
             wait_for_end(exchanges)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
         rows = tokens * (layers - 1) + 1  # the last layer has one row
-        layer = LayerExchange(
-            workers,
-            rows,
-            sum(each.counts.copies for each in exchanges),
-            sum(sum(each.counts.pairs_R) - each.counts.pairs_R[each.rank] for each in exchanges),
-            spec.num_experts * layers,
-            tokens * (layers - 1) if scheme is ExchangeScheme.SHUFFLED else 0,
-            tokens * layers if family == "olmoe" else 0,
-        )
         counted = scheme or ExchangeScheme.REDUCE_SCATTER  # served inside a node
-        assert sum(sent) == moved_bytes(counted, layer, spec.hidden_size * 4)
+        row_bytes, links = spec.hidden_size * 4, (workers - 1) * workers
+        expected_bytes = moved_rows(counted, workers, 0) * rows * row_bytes
+        if family == "olmoe":  # sums of squares of queries and keys
+            expected_bytes += tokens * layers * links * 8
+        if scheme is not ExchangeScheme.TENSOR_PARALLEL:
+            pairs = sum(sum(e.counts.pairs_R) - e.counts.pairs_R[e.rank] for e in exchanges)
+            expected_bytes += 2 * sum(each.counts.copies for each in exchanges) * row_bytes
+            expected_bytes += pairs * 8  # index and weight
+            expected_bytes += (workers - 1) * spec.num_experts * layers * 4  # pairs of each slot
+        if scheme is ExchangeScheme.SHUFFLED:  # predictions, a byte for each worker
+            expected_bytes += tokens * (layers - 1) * links
+        assert sum(sent) == expected_bytes

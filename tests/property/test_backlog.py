@@ -10,7 +10,7 @@ from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.backlog import Backlog, HeldRequest, Lane, WorkerQueue
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3
@@ -34,7 +34,7 @@ class Front:
 
     def put(self, prompts: Iterable[Prompt], lane: Lane = Lane.FIRST) -> None:
         for prompt in prompts:
-            self.backlog.put(prompt, lane)
+            self.backlog.put(HeldRequest(prompt, lane))
 
     def send(self) -> None:
         for prompt, worker in self.backlog.take():
@@ -72,7 +72,7 @@ def test_every_request_is_sent_once_and_loads_end_at_zero(
 ) -> None:
     front, prompts = Front(tau), prompts_of([tokens for tokens, _ in texts])
     for index, (prompt, (_, lane)) in enumerate(zip(prompts, texts, strict=True)):
-        front.backlog.put(prompt, lane)
+        front.put([prompt], lane)
         if index < len(steps):
             front.send()
             front.step(steps[index])
@@ -138,7 +138,7 @@ def test_requests_wait_until_a_worker_is_present() -> None:
     for worker in range(WORKERS):
         front.router.lose(worker)
         front.backlog.lose(worker)
-    front.backlog.put(prompt_of([1] * 8, 0))
+    front.put([prompt_of([1] * 8, 0)])
     assert front.backlog.take() == []
     front.router.apply(LoggingWorker(1, quadratic_work, UNLIMITED, epoch=1).append_report())
     front.backlog.settle()
@@ -197,12 +197,12 @@ def test_first_lane_request_is_stolen_from_behind_best_effort_siblings() -> None
     siblings = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(6)]
     long_ones = [prompt_of([1, n] * 15, 6 + n) for n in range(1, WORKERS)]
     waited_for = prompt_of([0] * 4 * BLOCK + [1, 1], 10)
-    front.backlog.put(siblings[0], Lane.LATER)
+    front.put(siblings[:1], Lane.LATER)
     front.put(long_ones)  # one for each other worker
     front.send()
     assert [len(worker.queue) for worker in front.workers] == [1] * WORKERS
     front.put(siblings[1:], Lane.LATER)
-    front.backlog.put(waited_for)
+    front.put([waited_for])
     front.step(1)
     assert front.sent[WORKERS:] == [waited_for]
 
@@ -210,11 +210,13 @@ def test_first_lane_request_is_stolen_from_behind_best_effort_siblings() -> None
 def test_put_reports_a_full_batch_for_an_idle_worker_immediately() -> None:
     front = Front(tau=3 * quadratic_work(0, BLOCK) - 1)
     prompts = prompts_of([[number] * BLOCK for number in range(9 * WORKERS)])
-    full_at_once = [number for number, prompt in enumerate(prompts) if front.backlog.put(prompt)]
+    held = enumerate(map(HeldRequest, prompts))
+    full_at_once = [number for number, each in held if front.backlog.put(each)]
     assert full_at_once == list(range(2 * WORKERS, 9 * WORKERS))  # from the third one of each on
     front.send()
     assert len(front.backlog) == 6 * WORKERS
-    assert not front.backlog.put(prompt_of([99] * BLOCK, 99))  # saturated: it waits with the others
+    last = HeldRequest(prompt_of([99] * BLOCK, 99))
+    assert not front.backlog.put(last)  # saturated: it waits with the others
 
 
 def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
@@ -226,7 +228,7 @@ def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
     front.begin(0)
     assert front.router.queued(0) == one
     assert len(front.backlog) == WORKERS  # a tail of one each
-    front.backlog.put(prompt_of([90] * BLOCK, 90), Lane.FIRST)
+    front.put([prompt_of([90] * BLOCK, 90)])
     front.send()
     assert front.sent[-1].key.number == 90
     assert len(front.backlog) == WORKERS
@@ -249,7 +251,7 @@ def test_ls_dispatch_is_independent_of_best_effort_work(
         priority = Priority.LS if is_ls else Priority.BE
         prompt = structs.replace(prompt_of(tokens, index), priority=priority, hashes=())
         for front in (both, alone) if is_ls else (both,):
-            front.backlog.put(prompt, Lane.FIRST if is_ls else Lane.LATER)
+            front.put([prompt], Lane.FIRST if is_ls else Lane.LATER)
             front.send()
         for worker in range(WORKERS):
             assert both.router.load(worker, Priority.LS) <= both.router.load(worker)

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from contracts.requests import chain_hashes
 from contracts.routing_messages import Prompt, RequestKey
-from planner.routing.backlog import Backlog, Lane
+from planner.routing.backlog import Backlog, HeldRequest, Lane
 from planner.routing.prefix_index import MAX_HEADS, STEP_TOKENS, BlockHeadIndex, block_head_keys
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import quadratic_work
 
 WORKERS = 3
@@ -55,7 +55,7 @@ def homes(rows: list[list[int]], *, with_tokens: bool) -> list[int]:
     for number, tokens in enumerate(rows):
         hashes = tuple(chain_hashes(tokens, BLOCK))
         prompt = Prompt(RequestKey(0, number), len(tokens), hashes)
-        backlog.put(prompt, Lane.LATER, tokens if with_tokens else ())
+        backlog.put(HeldRequest(prompt, Lane.LATER, token_ids=tokens if with_tokens else ()))
         found += [release.worker for release in backlog.take()]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -53,9 +54,11 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def whole_run(folder: Path, records: list[InputRecord]) -> dict[str, bytes]:
-    run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
-    return dict(final_files(folder))
+@functools.cache
+def files_of_whole_run() -> dict[str, bytes]:
+    with temporary() as folder:
+        run_job(folder, some_records(), EchoRouter(), in_flight_rows=IN_FLIGHT)
+        return dict(final_files(folder))
 
 
 class Crash:
@@ -115,7 +118,7 @@ def run_killed(
 def test_output_keeps_the_order_of_the_input() -> None:
     records = some_records()
     with temporary() as folder:
-        whole_run(folder, records)
+        run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
         expected = [r.id for r in records if isinstance(r, InputRow)]
         expected.remove("id-9")
         del expected[expected.index("id-2", 3)]
@@ -132,9 +135,7 @@ def test_output_keeps_the_order_of_the_input() -> None:
 
 @pytest.mark.long
 def test_run_killed_at_any_disk_step_repeats_at_most_rows_in_flight() -> None:
-    records = some_records()
-    with temporary() as folder:
-        expected = whole_run(folder, records)
+    records, expected = some_records(), files_of_whole_run()
     for step in range(1000):
         with temporary() as folder:
             router = EchoRouter()
@@ -157,9 +158,7 @@ def test_repeated_kills_and_torn_files_end_with_same_output(
     kills: list[tuple[int, int, dict[str, bool]]],
 ) -> None:
     """Which journals a kill leaves depends on timing, so what is torn is drawn beforehand."""
-    records = some_records()
-    with temporary() as folder:
-        expected = whole_run(folder, records)
+    records, expected = some_records(), files_of_whole_run()
     with temporary() as folder:
         for row, torn_bytes, torn in kills:
             run_killed(folder, records, row=row)
@@ -177,7 +176,7 @@ def test_repeated_kills_and_torn_files_end_with_same_output(
 def test_window_after_torn_ledger_line_stays_committed(tmp_path: Path) -> None:
     """A line appended to an incomplete line would be lost with it."""
     records = some_records()
-    whole_run(tmp_path, records)
+    run_job(tmp_path, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
     ledger = tmp_path / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     for torn_bytes in (1, len(lines[-1]) // 2, len(lines[-1]) - 1, len(lines[-1]) + 1):

@@ -11,23 +11,32 @@ from hypothesis import strategies as st
 
 from contracts.hardware import Hardware
 from contracts.plan import Plan
-from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    Batch,
+    BatchReport,
+    ExpertReport,
+    MicroBatchReport,
+    RowsTime,
+)
 from planner.costs.model_shape import ModelShape
-from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import (
     LEAST_DIFFERENCE,
+    REPEAT_REPORTS,
     REPORTS_BETWEEN,
     TRIAL_BATCHES,
     ModelSelector,
     NoPlanError,
     OnlinePlanner,
+    SplitTrials,
 )
 from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
-from planner.online.split_trials import REPEAT_REPORTS, TRIAL_REPORTS, SplitTrials
 from planner.schedule.batch_plan import (
     LEAST_GAIN,
     MORE_TOKENS,
+    STEPS_PER_OCTAVE,
+    bucket_of,
     fit_plan,
     plan_batch,
     sequence_ranges,
@@ -114,7 +123,7 @@ def test_a_hardware_file_makes_the_first_answer_warm() -> None:
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=0)
     batch = [(0, 300), (0, 200), (40, 41)]
     found = OnlinePlanner(setup).plan(batch)
-    best = plan_batch(group.spec(), batch, group.chunk_ms, beyond=True)
+    best = plan_batch(group.spec, batch, group.chunk_ms, beyond=True)
     assert found.makespan_ms == pytest.approx(best.makespan_ms, rel=1e-6)
 
 
@@ -139,7 +148,7 @@ def test_stages_learned_in_solver_units(seed: int, attention_ranks: int, expert_
         batch, experts = group.run(micro_batches)
         models.add_batch(batch)
         models.add_experts(experts)
-    learned, true = models.spec(), group.spec()
+    learned, true = models.spec(), group.spec
     assert learned is not None
     for tokens in (64, 1024):
         me = true.me(tokens, 1)
@@ -166,7 +175,7 @@ def test_learned_plans_are_close_to_optimal(seed: int) -> None:
     for size in plan.micro_batch_samples:
         cut.append(batch[first : first + size])
         first += size
-    best_ms = plan_batch(group.spec(), batch, group.chunk_ms).makespan_ms + 0.5
+    best_ms = plan_batch(group.spec, batch, group.chunk_ms).makespan_ms + 0.5
     assert group.makespan_ms(cut, plan) <= 1.08 * best_ms
 
 
@@ -312,7 +321,7 @@ def test_micro_batch_sizes_remain_only_for_a_similar_batch() -> None:
 
 def stages_over_truth(planner: OnlinePlanner, group: SimulatedGroup) -> list[float]:
     """Return ratios to the true times of experts and both links, for 256 tokens."""
-    true = group.spec()
+    true = group.spec
     me = 256 * true.tokens_per_expert_per_sample
     found = planner._following.spec(256)
     assert found is not None

@@ -14,8 +14,7 @@ from planner.costs.model_shape import ModelShape, layer_mean_work
 from planner.routing.open_requests import flops_work, token_work, work_of
 from planner.routing.prefix_index import PendingBlocks, PrefixIndex
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig, threshold
-from planner.routing.worker_state import usable_tokens
+from planner.routing.worker_state import SaturationConfig, threshold, usable_tokens
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
 from tests.support.paper_routing import RouteDecision, route_unsaturated, transfer_threshold_flops
 from tests.support.routing import (

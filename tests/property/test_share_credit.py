@@ -3,14 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from contracts.requests import Priority
-from planner.scheduling.preemption import would_miss_due_time
+from planner.scheduling.task_order import would_miss_due_time
 from tests.support.simulated_ranks import TICKS_PER_S, Chosen, Part, Pass, Rank, World
-
-seeds = st.integers(0, 2**32)
 
 
 class Account:
@@ -167,14 +163,7 @@ def simulate(seed: int) -> Counter[str]:
     return counts
 
 
-@settings(max_examples=200)
-@given(seeds)
-def test_best_effort_gets_exactly_its_share(seed: int) -> None:
-    simulate(seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedules", [750, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [950, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_share_bounds_hold_in_random_schedules(schedules: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(schedules):

@@ -9,16 +9,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contracts.plan import Order, Plan
-from contracts.traces import Stage, busy_seconds
+from contracts.traces import Stage
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import chunk_bounds, plan_batch
 from planner.schedule.extended_plans import Cut, batch_lower_bound, search, solve_extended
 from planner.schedule.recurrence import makespan_ms
-from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (
+    ATTENTION_GROUP,
+    RESOURCES,
     MicroBatchTimes,
     Schedule,
     pieces_of,
+    replay,
     schedule_of,
     token_groups,
 )
@@ -36,6 +38,7 @@ from tests.property.brute_force import Problems, Shape, best_rates, problems_of,
 from tests.support.findep_testbed import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from tests.support.ready_set_replay import replay_ready_set
 from tests.support.schedule_checker import violations
+from tests.support.spans import busy_ms, busy_seconds, exposed_communication
 
 _ALPHAS_MS = st.one_of(st.just(0.0), st.floats(0.001, 5.0))
 _BETAS_MS = st.one_of(st.floats(0.001, 0.1), st.floats(0.1, 5.0))
@@ -148,12 +151,13 @@ def test_a_ready_set_follows_the_static_order_under_asas(spec: PlanSpec, plan: P
 def test_busy_time_is_in_the_makespan_and_some_resource_always_busy(schedule: Schedule) -> None:
     result = replay(schedule)
     for resource in RESOURCES:
-        assert result.busy_ms[resource] <= result.makespan_ms * (1 + 1e-9)
+        assert busy_ms(result.spans, resource) <= result.makespan_ms * (1 + 1e-9)
     compute = (Stage.ATTENTION, Stage.SHARED)
-    busy_ms = busy_seconds(result.spans, compute) * 1e3
-    assert busy_ms == pytest.approx(result.busy_ms[ATTENTION_GROUP])
-    covered_ms = busy_seconds(result.spans, (*compute, Stage.EXPERT)) * 1e3 + result.exposed_ms
-    assert covered_ms == pytest.approx(result.makespan_ms)
+    attention_ms = busy_seconds(result.spans, compute) * 1e3
+    assert attention_ms == pytest.approx(busy_ms(result.spans, ATTENTION_GROUP))
+    covered_s = busy_seconds(result.spans, (*compute, Stage.EXPERT))
+    covered_s += exposed_communication(result.spans)
+    assert 1e3 * covered_s == pytest.approx(result.makespan_ms)
 
 
 @given(schedules(), st.data())

@@ -18,10 +18,10 @@ from actors.channels.link import LinkSockets
 from contracts.config import ChannelConfig
 from contracts.plan import Order
 from contracts.requests import Priority
-from contracts.traces import TRANSFERS, length, union
-from planner.schedule.replay import replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from contracts.traces import TRANSFERS
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, replay
 from tests.support.cuda_model import CudaModel, Host, ModelError, Nccl, Socket, model, range_of
+from tests.support.spans import length, union
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.backlog import Locality
 from planner.routing.open_requests import token_work
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import FakeRank, scored
 

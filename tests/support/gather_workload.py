@@ -33,7 +33,6 @@ from actors.gather import (
 )
 from contracts.config import TandemConfig
 from contracts.ranks import Group
-from contracts.traces import length, union
 from models.experts import copying_store, device_lanes
 from models.experts.expert_layout import ExpertLayout
 from planner.placement.slots import contiguous
@@ -52,6 +51,7 @@ from tests.support.cuda_model import (
     range_of,
 )
 from tests.support.rank_specs import rank_spec
+from tests.support.spans import length, union
 
 CHAIN = (
     cuda, device_segment, weight_link, nccl_exchange, weight_shard, weight_server, peer_source,

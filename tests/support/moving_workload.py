@@ -13,9 +13,9 @@ from torch import Tensor
 from actors.channels import cuda
 from actors.rebalance import expert_loading
 from contracts.config import TandemConfig
-from contracts.traces import length, union
 from tests.support.cuda_model import CudaModel, Host, ModelError, Runtime, model, range_of
 from tests.support.gather_workload import REQUIRED_HIDDEN, THREADS, GpuLayout, SmallSpec, code_of
+from tests.support.spans import length, union
 
 KEYS = [(0, 1), (0, 2), (1, 0), (1, 3)]  # layer, expert
 COMPUTE_US, MARK = 400.0, 7

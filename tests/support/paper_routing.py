@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from contracts.routing_messages import Prompt
 from planner.routing.router import RouteCandidate, RoutePolicy, Router, by_match_then_load
-from planner.routing.saturation import MARGIN_FRACTION
+from planner.routing.worker_state import MARGIN_FRACTION
 
 
 class RouteDecision(NamedTuple):

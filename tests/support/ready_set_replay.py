@@ -5,14 +5,14 @@ tasks that can start. Under AASS and late shared experts the two differ where th
 waits for its experts.
 """
 
-from planner.schedule.replay import (
+from planner.schedule.schedule import (
     ATTENTION_GROUP,
     Replay,
+    Schedule,
     ScheduleSimulator,
     attention_tasks,
     has_shared_task,
 )
-from planner.schedule.schedule import Schedule
 from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan
 
 

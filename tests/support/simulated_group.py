@@ -4,12 +4,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
 from contracts.plan import Plan
 from contracts.planner_messages import BatchReport, ExpertReport, MicroBatchReport, RowsTime
 from planner.costs.cost_model import Deployment, attention_ms, stage_models, tokens_per_expert
 from planner.costs.model_shape import ModelShape, hit_fraction, layer_mean_batch
-from planner.costs.stages import Linear, PlanSpec, StageModels
+from planner.costs.stages import Linear, PlanSpec
 from planner.online.models import OnlineSetup
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
@@ -59,6 +61,23 @@ class SimulatedGroup:
         self.machine = machine
         self.noise = noise
         self.random = random.Random(seed)
+        deployment = Deployment(
+            attention_ranks=setup.attention_ranks,
+            expert_ranks=setup.expert_ranks,
+            sequence_tokens=1,
+        )
+        shape, cost = setup.shape, machine.attention
+        launch = Linear(cost.call_ms + shape.projections * cost.projection_ms, 0.0)
+        stages = stage_models(shape, machine, deployment)
+        self.spec = PlanSpec(  # one token per sample
+            stages=msgspec.structs.replace(stages, attention=launch),
+            tokens_per_expert_per_sample=tokens_per_expert(shape, deployment),
+            num_layers=shape.moe_layers,
+            max_samples=setup.max_batch_tokens,
+            max_r2=16,
+            has_shared=shape.num_shared_experts > 0,
+        )
+        self._rows = hit_fraction(shape, shape.experts_per_rank(setup.expert_ranks))
 
     def run(
         self, micro_batches: Sequence[Chunks], plan: Plan | None = None, wild: float = 1.0
@@ -71,11 +90,11 @@ class SimulatedGroup:
             )
             for batch in micro_batches
         ]
-        stages, sent, called = self._stages(), [], []
+        stages, sent, called = self.spec.stages, [], []
         for batch in micro_batches:
             tokens = max(1, _tokens(batch) // plan.r2)
-            rows = max(1, round(tokens * hit_fraction(self.setup.shape, self._experts)))
-            me = tokens * self._per_token
+            rows = max(1, round(tokens * self._rows))
+            me = self.spec.me(tokens, 1)
             sent.append(RowsTime(rows, self._noisy(stages.e2a.at(me))))
             merged = rows * self.setup.attention_ranks  # in one call of experts
             called.append(RowsTime(merged, self._noisy(stages.expert.at(me))))
@@ -91,60 +110,21 @@ class SimulatedGroup:
     def makespan_ms(self, micro_batches: Sequence[Chunks], plan: Plan) -> float:
         """Return the time without noise, plus half a millisecond of overhead."""
         pieces = [
-            Piece(self._attention_ms(b), self.spec().shared.at(_tokens(b)), _tokens(b))
+            Piece(self._attention_ms(b), self.spec.shared.at(_tokens(b)), _tokens(b))
             for b in micro_batches
         ]
-        return 0.5 + makespan_ms(schedule_of_pieces(self.spec(), plan, pieces))
-
-    def spec(self) -> PlanSpec:
-        """Return the planning problem, with one token per sample."""
-        shape, stages = self.setup.shape, self._stages()
-        cost = self.machine.attention
-        launch = Linear(cost.call_ms + shape.projections * cost.projection_ms, 0.0)
-        return PlanSpec(
-            stages=StageModels(
-                attention=launch,
-                expert=stages.expert,
-                a2e=stages.a2e,
-                e2a=stages.e2a,
-                shared=stages.shared,
-            ),
-            tokens_per_expert_per_sample=self._per_token,
-            num_layers=shape.moe_layers,
-            max_samples=self.setup.max_batch_tokens,
-            max_r2=16,
-            has_shared=shape.num_shared_experts > 0,
-        )
+        return 0.5 + makespan_ms(schedule_of_pieces(self.spec, plan, pieces))
 
     def chunk_ms(self, start: int, stop: int) -> float:
         """Return the attention time that a sequence adds."""
-        return self._attention_ms([(start, stop)]) - self.spec().stages.attention.alpha_ms
-
-    @property
-    def _experts(self) -> int:
-        return self.setup.shape.experts_per_rank(self.setup.expert_ranks)
-
-    @property
-    def _deployment(self) -> Deployment:
-        return Deployment(
-            attention_ranks=self.setup.attention_ranks,
-            expert_ranks=self.setup.expert_ranks,
-            sequence_tokens=1,
-        )
-
-    @property
-    def _per_token(self) -> float:
-        return tokens_per_expert(self.setup.shape, self._deployment)
-
-    def _stages(self) -> StageModels:
-        return stage_models(self.setup.shape, self.machine, self._deployment)
+        return self._attention_ms([(start, stop)]) - self.spec.stages.attention.alpha_ms
 
     def _attention_ms(self, batch: Chunks) -> float:
         work = layer_mean_batch(self.setup.shape, batch)
         return attention_ms(self.machine.attention, self.setup.shape, work)
 
     def _shared(self, batch: Chunks) -> float:
-        shared = self._stages().shared
+        shared = self.spec.stages.shared
         return 0.0 if shared is None else self._noisy(shared.at(_tokens(batch)))
 
     def _noisy(self, ms: float) -> float:

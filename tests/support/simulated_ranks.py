@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from contracts.plan import Order
 from contracts.requests import Priority
-from planner.scheduling.preemption import LatencyPass, Preemption
 from planner.scheduling.task_order import (
+    LatencyPass,
+    Preemption,
     QueueHead,
     Task,
     TaskStage,

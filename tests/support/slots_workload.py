@@ -18,12 +18,11 @@ from torch import Tensor
 
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe import rank_experts
-from contracts.traces import length, union
 from models.experts import device_lanes, device_sum, device_tier
 from models.experts.expert_cache import ExpertCache
-from planner.scheduling.expert_eviction import eviction, pays
 from tests.support.cuda_model import CudaModel, Host, ModelError, Runtime, model, range_of
 from tests.support.gather_workload import REQUIRED_HIDDEN, GpuLayout, SmallSpec, code_of
+from tests.support.spans import length, union
 
 CHAIN = (device_lanes, device_tier, device_sum, rank_experts)
 DIM = 32
@@ -135,7 +134,7 @@ class SlotsWorld:
         memory = SimpleNamespace(expert=self._stored)
         tier = tiers.DeviceTier(memory, self._layout, lane, part_bytes=self.work.part_bytes)
         slots = tiers.DeviceSlots(self._layout, self.work.slots)
-        cache = ExpertCache(tier, slots, eviction("lru"), pays, deadline_s=5.0, clock=_now_s)
+        cache = ExpertCache(tier, slots, "lru", deadline_s=5.0, clock=_now_s)
         products = [
             [partial(self._product, host, piece[slot]) for slot in range(self.work.slots)]
             for piece in slots.buffer.pieces

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.observe.terminal import Terminal
+from contracts.api_keys import read_keys
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
-from contracts.keys_file import read_keys
 
 Level = Literal["ok", "warning", "error"]
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}

@@ -10,8 +10,7 @@ from contracts.errors import ConfigError, writing
 from contracts.traces import TaskSpan
 from planner.schedule.alternatives import Alternative
 from planner.schedule.deployment_search import SplitComparison
-from planner.schedule.replay import replay
-from planner.schedule.schedule import schedule_of
+from planner.schedule.schedule import replay, schedule_of
 
 SHOWN_LAYERS = 3
 MAX_SPANS = 200_000  # limit of what a browser still opens

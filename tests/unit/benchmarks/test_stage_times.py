@@ -5,8 +5,7 @@ import pytest
 from benchmarks.support.stage_times import Samples, makespan_ms, micro_batches, stage_samples
 from contracts.plan import Order, Plan
 from contracts.traces import Stage, TaskSpan
-from planner.schedule.replay import replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, replay
 
 SAMPLES = Samples(4, 64)
 TIMES = MicroBatchTimes(5.0, 2.0, (GroupRun(2, 3.0, 4.0, 1.0),))

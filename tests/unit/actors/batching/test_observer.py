@@ -26,8 +26,8 @@ from contracts.logs import LineFormatter
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority, Sampling
 from contracts.traces import MAX_NAMES
+from planner.scheduling.admission import SHORTEST_S
 from planner.scheduling.batching import ALL_DECODES, BE_BATCH, LS_DECODES, BatchSelection, Phase
-from planner.scheduling.measured_rates import SHORTEST_S
 from tests.support.manual_clock import ManualClock
 
 BLOCK = 16

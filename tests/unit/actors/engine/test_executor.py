@@ -27,8 +27,7 @@ from models.decoder.batch import AttentionBatch, BlockCopy
 from models.decoder.decoder import AttentionOutput
 from models.experts.expert_half import RoutedTokens
 from planner.placement.slots import ExpertPlacement, contiguous
-from planner.scheduling.preemption import Preemption
-from planner.scheduling.task_order import Task
+from planner.scheduling.task_order import Preemption, Task
 from tests.support.manual_clock import ManualClock
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6

@@ -24,8 +24,7 @@ from kernels.experts import ClampedGate, expert_steps
 from kernels.linear import ExpertLinears
 from kernels.steps import run_to_end
 from models.experts.expert_half import RoutedTokens
-from planner.placement.replicas import RoundRobinChooser
-from planner.placement.slots import LayerSlots
+from planner.placement.slots import LayerSlots, RoundRobinChooser
 from planner.schedule.batch_plan import token_group_bounds
 from tests.support.manual_clock import ManualClock
 from tests.support.placements import replicated

@@ -29,9 +29,7 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import eviction, pays
-from planner.scheduling.preemption import Preemption
-from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
+from planner.scheduling.task_order import Preemption, QueueHead, oldest_of_highest_class
 from tests.support.manual_clock import ManualClock
 from tests.support.tiny_models import Checkpoints
 
@@ -194,9 +192,9 @@ class Rig:
         self.own = {layer: tuple(half) for layer in self.spec.moe_layers}
         layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
         file = open_expert_file(folder, ComputeFormat(layout), store=store, deadline_s=DEADLINE_S)
-        order, self.tier = eviction("lru"), FileTier(file)
+        self.tier = FileTier(file)
         self.cache = ExpertCache(
-            self.tier, ComputeSlots(layout, slots), order, pays, deadline_s=DEADLINE_S
+            self.tier, ComputeSlots(layout, slots), "lru", deadline_s=DEADLINE_S
         )
         self.experts = CachedExperts(self.cache, self.own, clamped_gate(self.spec))
         self.resident = ExpertHalf.load(

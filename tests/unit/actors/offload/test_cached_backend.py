@@ -31,6 +31,7 @@ from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceCache, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
+from models.experts.expert_eviction import EvictionKind
 from models.experts.expert_format import CheckpointFormat, slot_format
 from models.experts.expert_half import ExpertRouter, RoutedTokens, assemble_half, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout
@@ -43,7 +44,6 @@ from models.prediction.expert_predictor import (
 )
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction, pays
 from tests.support.fake_device import FakeLane, WatchedTier
 from tests.support.local_model import LocalModel
 from tests.support.quantised_models import make_fp8, make_mxfp4
@@ -127,7 +127,7 @@ class Rig(BackendRig[CachedPending]):
         self,
         slots: int,
         *,
-        kind: Kind = "lru",
+        kind: EvictionKind = "lru",
         seed: int | None = None,
         predictor: ExpertPredictor | None = None,
         stored: bool = False,
@@ -135,8 +135,7 @@ class Rig(BackendRig[CachedPending]):
         layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
         form = slot_format(Checkpoint(self._folder), layout, stored)
         file = open_expert_file(self._folder, form, store=self._store, deadline_s=20.0)
-        order = eviction(kind)
-        cache = ExpertCache(FileTier(file), form.slots(slots), order, pays, deadline_s=20.0)
+        cache = ExpertCache(FileTier(file), form.slots(slots), kind, deadline_s=20.0)
         half = self.local.attention
         ahead = predictor if seed is None else AnyGuess(half, seed)
         backend = CachedBackend("prefill-0", half, cache, Timeline(10), ahead)
@@ -230,7 +229,7 @@ def test_interleaved_micro_batches_are_bit_equal(
     tiny_checkpoint: Checkpoints,
     tmp_path_factory: pytest.TempPathFactory,
     slots: int,
-    kind: Kind,
+    kind: EvictionKind,
     seed: int,
     sizes: list[int],
     run_pairs: int,
@@ -346,7 +345,7 @@ class DeviceRig(BackendRig[DevicePending]):
         self.host = ExpertMemory(stored, self.layout)
 
     def held(
-        self, slots: int, lane: DeviceLane, *, kind: Kind = "walk", deadline_s: float = 20.0
+        self, slots: int, lane: DeviceLane, *, kind: EvictionKind = "walk", deadline_s: float = 20.0
     ) -> DeviceCache:
         part_bytes = self.layout.num_bytes(1) // 3
         tier = DeviceTier(self.host, self.layout, lane, part_bytes=part_bytes)
@@ -354,7 +353,7 @@ class DeviceRig(BackendRig[DevicePending]):
             tier = watched = WatchedTier(self.host, self.layout, lane, part_bytes=part_bytes)
             watched.watch(lane)
         memory = DeviceSlots(self.layout, slots)
-        cache = ExpertCache(tier, memory, eviction(kind), pays, deadline_s=deadline_s)
+        cache = ExpertCache(tier, memory, kind, deadline_s=deadline_s)
         return DeviceCache(cache, memory, tier, lane)
 
     def backend(
@@ -435,7 +434,7 @@ def test_hints_slots_and_interleaving_do_not_change_bits(
     slots: int,
     seed: int,
     hints: bool,
-    kind: Kind,
+    kind: EvictionKind,
     batches: list[tuple[int, int]],
 ) -> None:
     """Micro-batches of both classes, some dropped, with random delays of copies and ids."""

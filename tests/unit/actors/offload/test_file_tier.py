@@ -19,7 +19,6 @@ from models.experts.expert_format import ComputeFormat, ComputeSlots
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import check_checkpoint
-from planner.scheduling.expert_eviction import eviction, pays
 from tests.support.tiny_models import Checkpoints
 
 DEADLINE_S = 20.0
@@ -39,9 +38,8 @@ class Rig:
             direct_io=direct_io,
         )
         self.tier = FileTier(self.file)
-        order = eviction("lru")
         self.cache = ExpertCache(
-            self.tier, ComputeSlots(self.layout, slots), order, pays, deadline_s=deadline_s
+            self.tier, ComputeSlots(self.layout, slots), "lru", deadline_s=deadline_s
         )
 
     def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:

@@ -34,16 +34,21 @@ from contracts.config import ScheduleConfig
 from contracts.errors import ResourceError
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
-from contracts.planner_messages import BatchReport, PlanRequest, PlanResponse, RoutingSampleReport
+from contracts.planner_messages import (
+    TRIAL_REPORTS,
+    BatchReport,
+    PlanRequest,
+    PlanResponse,
+    RoutingSampleReport,
+)
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
-from planner.online.buckets import bucket_of
-from planner.online.split_trials import TRIAL_REPORTS
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
+from planner.schedule.batch_plan import bucket_of
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.support.fork_server import start_forked
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until
@@ -55,7 +60,7 @@ CHOSEN = Plan(r1=3, r2=2)
 
 
 def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
-    return lambda query: PlanResponse(number=query.number, version=1, plan=plan, predicted_ms=1.0)
+    return lambda query: PlanResponse(number=query.number, version=1, plan=plan)
 
 
 def spec(**planner: object) -> RankSpec:

@@ -71,12 +71,11 @@ def report(tokens: int, ms: float = 1.0) -> BatchReport:
     )
 
 
-def test_request_is_answered_with_plan_and_makespan(planner: Rank) -> None:
+def test_request_is_answered_with_a_plan(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         answer = rank.answer(PlanRequest(7, [(0, 300), (0, 100)]))
     assert answer.number == 7
     assert answer.plan is not None
-    assert answer.predicted_ms > 0
     assert answer.solve_ms > 0
 
 

@@ -14,7 +14,7 @@ from contracts.messages import Cancel
 from contracts.requests import Caller
 from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,

@@ -28,9 +28,10 @@ from contracts import metrics
 from contracts.config import HttpConfig
 from contracts.metrics import STAGE
 from contracts.ranks import Group
-from contracts.traces import Stage, TaskSpan, busy_seconds, exposed_communication
+from contracts.traces import Stage, TaskSpan
 from tests.support.manual_clock import ManualClock
 from tests.support.rank_specs import rank_spec
+from tests.support.spans import busy_seconds, exposed_communication
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
 DEADLINE_S = 20.0

@@ -13,10 +13,9 @@ from starlette.requests import Request
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.http.authenticator import ApiKeyReloader, Authenticator, KeyQuota, RateLimitError
-from contracts.api_keys import ApiKey
+from contracts.api_keys import MAX_KEYS_FILE_BYTES, ApiKey, read_keys
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, UnauthorizedError
-from contracts.keys_file import MAX_KEYS_FILE_BYTES, read_keys
 from contracts.loading import load_config
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank

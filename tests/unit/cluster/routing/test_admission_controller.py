@@ -18,7 +18,7 @@ from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority
-from planner.scheduling import measured_rates, retry_reservations
+from planner.scheduling import admission
 from tests.support.async_tests import run_async
 from tests.support.manual_clock import ManualClock
 from tests.support.steps import lines_run
@@ -111,11 +111,11 @@ def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
     front.fill(40, LS)
     front.run(20)
     front.fill(200, LS)  # up to the limit
-    parts = (admission_controller, admission_controller, retry_reservations, measured_rates)
+    parts = (admission_controller, admission)
     newcomers = [job(LS, tenant=number.to_bytes(8, "big")) for number in range(9000)]
     costs = [lines_run(functools.partial(front.acquire_nowait, one), *parts) for one in newcomers]
     assert max(costs) < 200
-    assert len(front.door._states[LS].reservations) == retry_reservations.MAX_RESERVATIONS
+    assert len(front.door._states[LS].reservations) == admission.MAX_RESERVATIONS
 
 
 def test_later_sequences_of_large_request_do_not_block_others() -> None:

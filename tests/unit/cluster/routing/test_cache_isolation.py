@@ -24,7 +24,7 @@ from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
 from models.text.tokenizer import Tokenizer
 from planner.routing.open_requests import token_work
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
 from tests.support.tiny_models import Checkpoints

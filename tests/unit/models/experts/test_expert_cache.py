@@ -14,11 +14,11 @@ from contracts.errors import ChannelError
 from contracts.requests import Priority
 from models.experts.cache_requests import DEMAND, USED_HINT, ExpertRequest, PredictedExpert
 from models.experts.expert_cache import HINT_PARTS, LS_LIVE_S, ExpertCache
+from models.experts.expert_eviction import EvictionKind
 from models.experts.expert_format import CompletedRead, ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction, pays
 from tests.support.tiny_models import Checkpoints
 
 LAYERS, EXPERTS, PARTS, ROOM, DEADLINE_S = 3, 4, 2, 8, 20.0
@@ -122,11 +122,10 @@ def layout(tiny_checkpoint: Checkpoints) -> ExpertLayout:
 
 
 def opened(
-    layout: ExpertLayout, slots: int, tier: FakeTier, *, kind: Kind = "lru", **options: Any
+    layout: ExpertLayout, slots: int, tier: FakeTier, *, kind: EvictionKind = "lru", **options: Any
 ) -> ExpertCache:
     options = {"deadline_s": DEADLINE_S, **options}
-    worth = options.pop("worth", pays)
-    return ExpertCache(tier, ComputeSlots(layout, slots), eviction(kind), worth, **options)
+    return ExpertCache(tier, ComputeSlots(layout, slots), kind, **options)
 
 
 def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:
@@ -199,7 +198,7 @@ def test_ls_request_is_read_before_be(layout: ExpertLayout) -> None:
 @pytest.mark.parametrize("kind", ["lru", "walk"])
 @pytest.mark.parametrize("quiet_s", [0.0, 2 * LS_LIVE_S])
 def test_be_keeps_ls_experts_while_ls_is_live(
-    layout: ExpertLayout, kind: Kind, quiet_s: float
+    layout: ExpertLayout, kind: EvictionKind, quiet_s: float
 ) -> None:
     tier, now = FakeTier(), [5.0]
     cache = opened(layout, 8, tier, kind=kind, clock=lambda: now[0])
@@ -263,7 +262,7 @@ def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> 
 
 
 def test_unprofitable_hint_is_not_read(layout: ExpertLayout) -> None:
-    cache = opened(layout, 6, FakeTier(), worth=lambda p, hidden_s, wait_s: p > 0.5)
+    cache = opened(layout, 6, FakeTier(), is_worth_reading=lambda p, hidden_s, wait_s: p > 0.5)
     for owner in ("one", "two"):  # the first one measures times
         cache.hint(owner, 1, [PredictedExpert(0, 0.9)])
         cache.wait(0.0)
@@ -319,7 +318,7 @@ EVENTS = st.lists(
 def test_any_events_leave_requests_computable(
     layout: ExpertLayout,
     slots: int,
-    kind: Kind,
+    kind: EvictionKind,
     events: Sequence[tuple[str, int, list[int], Priority]],
 ) -> None:
     tier = FakeTier(allowed=0)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from benchmarks.placement.synthetic import planted
-from planner.routing.backlog import Backlog
-from planner.routing.local_shares import LocalShares
+from planner.placement.routing import LocalShares
+from planner.routing.backlog import Backlog, HeldRequest
 from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import SaturationConfig
 from tests.support.routing import BLOCK, prompt_of
 
 WORKERS, TOP_K, EXPERTS = 2, 2, 8
@@ -39,7 +39,7 @@ def test_share_follows_counts_and_is_the_mean_for_ids_without_any() -> None:
         assert shares.of_tokens(unknown) == pytest.approx([mean, 1 - mean], abs=1e-6)
     assert shares.of_tokens([1, 1, 2, 2], start=2) == shares.of_tokens([2, 2])
     assert shares.of_tokens([2, 2], start=2) == shares.of_tokens([]) == [0.0, 0.0]
-    long = range(10**12)  # only MAX_TOKENS of it are made
+    long = range(10**12)  # only MAX_LOOKED_UP of it are made
     assert shares.of_tokens(long, start=1) == pytest.approx([mean, 1 - mean], abs=0.01)
     assert shares.of_tokens([1, 2] * 999) == pytest.approx(shares.of_tokens([1, 2]), abs=0.01)
 
@@ -49,7 +49,7 @@ def test_prefix_wins_over_experts_and_load_bounds_their_weight() -> None:
     document, odd, homes = [2] * 4 * BLOCK, [1] * BLOCK, []
     more = [[n] * BLOCK for n in range(3, 79, 2)]  # without a limit worker 1 would get them all
     for number, tokens in enumerate((document, [*document, *odd], odd, *more)):
-        backlog.put(prompt_of(tokens, number), token_ids=tokens)
+        backlog.put(HeldRequest(prompt_of(tokens, number), token_ids=tokens))
         homes += [each.worker for each in backlog.take()]
     assert homes[:5] == [0, 0, 1, 1, 1]
     assert 10 < sum(homes) < len(homes) - 10
@@ -69,7 +69,7 @@ def test_requests_have_more_local_pairs_at_equal_load() -> None:
         local, load_W = 0, np.zeros(WORKERS)
         for number, row in enumerate(rows):
             ids = routing.ids_P[row].tolist()
-            backlog.put(prompt_of([number, *ids], number), token_ids=ids)
+            backlog.put(HeldRequest(prompt_of([number, *ids], number), token_ids=ids))
             (sent,) = backlog.take()
             local += int((group_E[routing.sets_PK[row]] == sent.worker).sum())
             load_W[sent.worker] += len(row)

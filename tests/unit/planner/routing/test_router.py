@@ -7,8 +7,7 @@ import pytest
 from contracts.routing_messages import Prompt, PromptProgress, RequestKey, WorkerReport
 from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
-from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_state import MissingReportsError, WorkerState
+from planner.routing.worker_state import MissingReportsError, SaturationConfig, WorkerState
 from tests.support.paper_routing import route_unsaturated
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 

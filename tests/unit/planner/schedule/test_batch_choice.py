@@ -11,7 +11,10 @@ from planner.schedule.batch_choice import (
     BatchChoice,
     BatchWork,
     BusyWorkers,
+    ExchangeScheme,
     finishes_layer,
+    moved_rows,
+    served_scheme,
 )
 
 BATCH, SHORT = (BatchWork(tokens, tokens * 10**6, 8, 2048) for tokens in (1500, 100))
@@ -115,3 +118,21 @@ def test_worker_leaves_within_a_layer_if_that_delays_its_leader_relatively_less(
     assert finishes_layer(0.07, batch_s, layer_s, batch_s)  # as long as the batch itself
     assert not finishes_layer(0.08, batch_s, layer_s, batch_s)
     assert not finishes_layer(0.0, short_s, 0.0, 0.0)  # nothing was measured
+
+
+def test_rows_are_those_of_measured_copies_and_shuffling_never_beats_data_parallel() -> None:
+    for scheme, copies, rows in (
+        ("all_reduce", 0.74, 4.48),
+        ("reduce_scatter", 0.74, 3.48),
+        ("shuffled", 0.545, 3.09),  # and with grouped experts
+        ("shuffled", 0.377, 2.754),
+    ):
+        assert moved_rows(ExchangeScheme(scheme), 2, copies) == pytest.approx(rows)
+    for workers in range(1, 9):
+        most = moved_rows(ExchangeScheme.DATA_PARALLEL, workers, workers - 1)
+        assert most <= moved_rows(ExchangeScheme.SHUFFLED, workers, 0)
+
+
+def test_served_batches_are_shuffled_between_nodes_only() -> None:
+    assert served_scheme((0, 0, 0)) is ExchangeScheme.REDUCE_SCATTER
+    assert served_scheme((0, 1, 0)) is ExchangeScheme.SHUFFLED

@@ -25,10 +25,17 @@ from planner.schedule.deployment_search import (
 )
 from planner.schedule.placed_routing import spread_of
 from planner.schedule.recurrence import makespan_ms, makespan_of_layers_ms
-from planner.schedule.replay import EXPERT_GROUP, replay
-from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, schedule_of
+from planner.schedule.schedule import (
+    EXPERT_GROUP,
+    GroupRun,
+    MicroBatchTimes,
+    Schedule,
+    replay,
+    schedule_of,
+)
 from planner.schedule.solver import PlannedBatch, solve
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
+from tests.support.spans import busy_ms, exposed_communication
 
 SPEC = PlanSpec(
     stages=StageModels(
@@ -75,8 +82,8 @@ def test_naive_makespan_is_the_sum_of_its_tasks() -> None:
     result = replay(schedule_of(SPEC, Plan(ma=1, order=Order.NAIVE)))
     layer_ms = 3.0 + 1.5 + (0.1 + 0.6) + (0.6 + 1.2) + (0.2 + 0.3)
     assert result.makespan_ms == pytest.approx(2 * layer_ms)
-    assert result.exposed_ms == pytest.approx(2 * 1.2)
-    assert result.busy_ms[EXPERT_GROUP] == pytest.approx(2 * 1.8)
+    assert 1e3 * exposed_communication(result.spans) == pytest.approx(2 * 1.2)
+    assert busy_ms(result.spans, EXPERT_GROUP) == pytest.approx(2 * 1.8)
 
 
 #   A 4, S 2, A2E 1, E 3, E2A 1 of each micro-batch

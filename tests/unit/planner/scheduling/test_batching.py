@@ -32,8 +32,7 @@ from planner.scheduling.batching import (
     one_at_a_time,
     preempt_if_profitable,
 )
-from planner.scheduling.preemption import PolicyFallbackError, Preemption
-from planner.scheduling.task_order import Task
+from planner.scheduling.task_order import PolicyFallbackError, Preemption, Task
 from planner.scheduling.user_policy import (
     MAX_FAILURES,
     MAX_HOLD_S,

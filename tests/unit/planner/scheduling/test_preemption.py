@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from contracts.requests import Priority
-from planner.scheduling.preemption import LatencyPass, Preemption, ShareCredit, would_miss_due_time
+from planner.scheduling.task_order import LatencyPass, Preemption, ShareCredit, would_miss_due_time
 
 
 class Work(NamedTuple):

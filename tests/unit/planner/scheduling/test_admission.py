@@ -6,21 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.scheduling import retry_reservations
-from planner.scheduling.measured_rates import (
+from planner.scheduling import admission
+from planner.scheduling.admission import (
+    BURST_S,
+    GRACE_S,
     LONGEST_S,
+    MAX_RESERVATIONS,
     SHORTEST_S,
     DrainRate,
-    TaskTimes,
-    retry_after_s,
-)
-from planner.scheduling.retry_reservations import (
-    GRACE_S,
-    MAX_RESERVATIONS,
     ReservedWork,
     RetryReservations,
+    TokenBucket,
+    retry_after_s,
 )
-from planner.scheduling.token_bucket import BURST_S, TokenBucket
+from planner.scheduling.task_order import TaskTimes
 from tests.support.steps import lines_run
 
 
@@ -184,4 +183,4 @@ def test_new_request_costs_bounded_steps_with_many_tenants(lines: list[int]) -> 
 
     lengths = len(set(lines))
     assert lengths <= 91
-    assert lines_run(newcomer, retry_reservations) <= 4 * lengths + 100
+    assert lines_run(newcomer, admission) <= 4 * lengths + 100

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from contracts.expert_eviction import ExpertKey
-from planner.scheduling.expert_eviction import Kind, eviction, pays
+from models.experts.expert_eviction import Eviction, EvictionKind, ExpertKey, pays
 
 
 def key(layer: int, expert: int) -> ExpertKey:
@@ -19,8 +18,8 @@ def key(layer: int, expert: int) -> ExpertKey:
         ("walk", [key(0, 1), key(0, 0), key(2, 0), key(1, 0)]),
     ],
 )
-def test_candidates_are_in_eviction_order(kind: Kind, evicted: list[ExpertKey]) -> None:
-    order = eviction(kind)
+def test_candidates_are_in_eviction_order(kind: EvictionKind, evicted: list[ExpertKey]) -> None:
+    order = Eviction(kind)
     for each in (key(0, 0), key(0, 1), key(1, 0), key(2, 0)):
         order.on_insert(each)
     for each in (key(0, 0), key(2, 0), key(1, 0), key(2, 0), key(0, 0)):
@@ -31,9 +30,9 @@ def test_candidates_are_in_eviction_order(kind: Kind, evicted: list[ExpertKey]) 
 
 
 @pytest.mark.parametrize("kind", ["lru", "walk"])
-def test_candidates_are_the_cached_experts(kind: Kind) -> None:
+def test_candidates_are_the_cached_experts(kind: EvictionKind) -> None:
     dice = random.Random(3)
-    order = eviction(kind)
+    order = Eviction(kind)
     kept: set[ExpertKey] = set()
     for _ in range(2000):
         each = key(dice.randrange(3), dice.randrange(9))

@@ -1,15 +1,60 @@
-"""Reservations for rejected clients: one that returns in time is admitted before others.
+"""Admission of clients: Retry-After of rejected ones, reservations for their return, rate limits.
 
-Without them, new clients would take the places that become free before the rejected client returns.
-Reserved work counts as waiting, so the next client gets a later time.
+A rejected client that returns in time is admitted before others (`RetryReservations`). Without
+reservations, new clients would take the places that become free before it returns. Reserved work
+counts as waiting, so the next client gets a later time.
 
 Tenants take turns: a new request waits for all reservations of its own tenant, and for as many of
 every other tenant plus one. A client that never returns only delays its own tenant.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
+
+SHORTEST_S, LONGEST_S = 1.0, 600.0  # bounds of Retry-After
+MEMORY_S = 10.0
+BACKLOG = 8  # fewer waiting requests run together and do not show the rate
+
+
+class DrainRate:
+    """Amount drained per second while there was a backlog.
+
+    An exponential average with time constant MEMORY_S. Times must not decrease.
+    """
+
+    def __init__(self) -> None:
+        self._drained = self._waited_s = 0.0
+        self._last_s: float | None = None  # None: no backlog
+
+    def begin(self, now_s: float) -> None:
+        """Start of a backlog."""
+        self._last_s = now_s
+
+    def leave(self, amount: float, now_s: float, *, last: bool) -> None:
+        """Record a departure during a backlog; last: it ends the backlog."""
+        if self._last_s is None:
+            return
+        passed_s = now_s - self._last_s
+        kept = math.exp(-passed_s / MEMORY_S)
+        self._drained = kept * self._drained + amount
+        self._waited_s = kept * self._waited_s + passed_s
+        self._last_s = None if last else now_s
+
+    def per_second(self, now_s: float) -> float | None:
+        """Return the rate, or None before any departure; idle time lowers it."""
+        standing_s = 0.0 if self._last_s is None else now_s - self._last_s
+        waited_s = self._waited_s + standing_s
+        return self._drained / waited_s if self._drained and waited_s > 0 else None
+
+
+def retry_after_s(excess: float, per_second: float | None) -> float:
+    """Return the time in which `excess` drains, within SHORTEST_S and LONGEST_S."""
+    if per_second is None:
+        return SHORTEST_S
+    return min(max(excess / per_second, SHORTEST_S), LONGEST_S)
+
 
 Member = TypeVar("Member")
 
@@ -30,11 +75,6 @@ class _Reservation(NamedTuple):
     amount: float
 
 
-class _ClientKey(NamedTuple):
-    tenant: bytes
-    request: Hashable
-
-
 class _Group(Generic[Member]):
     """Requests of one tenant, or tenants with equally many; oldest first, with their total work."""
 
@@ -53,7 +93,7 @@ class RetryReservations:
 
     def __init__(self, most: int = MAX_RESERVATIONS) -> None:
         self._most = most
-        self._reservations: OrderedDict[_ClientKey, _Reservation] = OrderedDict()
+        self._reservations: OrderedDict[tuple[bytes, Hashable], _Reservation] = OrderedDict()
         self._tenants: dict[bytes, _Group[Hashable]] = {}
         self._by_length: dict[int, _Group[bytes]] = {}  # by number of reservations
 
@@ -80,8 +120,7 @@ class RetryReservations:
             largest_tenant = next(iter(self._by_length[max(self._by_length)].members))
             self.drop(largest_tenant, next(iter(self._tenants[largest_tenant].members)))
         at_s = now_s + in_s
-        client = _ClientKey(tenant, request)
-        self._reservations[client] = _Reservation(at_s, at_s + GRACE_S + in_s / 5, amount)
+        self._reservations[tenant, request] = _Reservation(at_s, at_s + GRACE_S + in_s / 5, amount)
         own_reservations = self._take_tenant(tenant)
         own_reservations.members[request] = None
         own_reservations.amount += amount
@@ -89,12 +128,12 @@ class RetryReservations:
 
     def remaining_s(self, tenant: bytes, request: Hashable, now_s: float) -> float | None:
         """Return the seconds until the retry is due; 0: due. None: no reservation."""
-        reservation = self._reservations.get(_ClientKey(tenant, request))
+        reservation = self._reservations.get((tenant, request))
         return None if reservation is None else max(0.0, reservation.at_s - now_s)
 
     def drop(self, tenant: bytes, request: Hashable) -> None:
         """Drop a reservation, if there is one."""
-        reservation = self._reservations.pop(_ClientKey(tenant, request), None)
+        reservation = self._reservations.pop((tenant, request), None)
         if reservation is None:
             return
         own_reservations = self._take_tenant(tenant)
@@ -132,3 +171,31 @@ class RetryReservations:
         peers = self._by_length[length]
         peers.members[tenant] = None
         peers.amount += own_reservations.amount
+
+
+BURST_S = 10.0  # unused time that accumulates
+MIN_BURST = 1.0
+
+
+class TokenBucket:
+    """A rate limit of one client: it fills by `per_s` up to BURST_S seconds' worth, for bursts.
+
+    It may be overdrawn, because usage is known only afterwards; the client then waits until it is
+    refilled. In any time t at most burst + per_s * t is started. Times must not decrease.
+    """
+
+    def __init__(self, per_s: float, now_s: float) -> None:
+        self.per_s = per_s
+        self.burst = max(MIN_BURST, BURST_S * per_s)
+        self._level, self._at_s = self.burst, now_s
+
+    def level(self, now_s: float) -> float:
+        """Return the level; negative: overdrawn."""
+        return min(self.burst, self._level + self.per_s * (now_s - self._at_s))
+
+    def take(self, amount: float, now_s: float) -> None:
+        self._level, self._at_s = self.level(now_s) - amount, now_s
+
+    def wait_s(self, least: float, now_s: float) -> float:
+        """Return the seconds until the level is `least`."""
+        return max(0.0, (least - self.level(now_s)) / self.per_s)
