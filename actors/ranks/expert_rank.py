@@ -20,7 +20,7 @@ from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import SpanRecorder, expert_report
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import Priorities, prepare_process
-from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
+from actors.rebalance.expert_loading import ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
 from actors.telemetry.telemetry import RankMetrics, Recorded, spans_of
 from contracts import metrics
@@ -104,7 +104,7 @@ def _load_experts(
             cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
             endpoint.watch(cache.fileno())
             cached = CachedExperts(cache, own, clamped_gate(model), generation)
-        return cached, CachedExpertLoader(spec, model), CachedExpertLoader(spec, model, urgent=True)
+        return cached, ExpertLoader(spec, model), ExpertLoader(spec, model, urgent=True)
     moves = spec.config.placement.rebalance != "off"
     folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
     checkpoint = Checkpoint(folder)

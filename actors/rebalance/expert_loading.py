@@ -46,7 +46,7 @@ LoadHandler = Callable[[LoadResult], None]
 
 
 class ExpertLoader:
-    """Loads the experts that a generation adds to this rank, with the defaults of a cache.
+    """Loads the experts that a generation adds to this rank: none, as a cache loads on demand.
 
     urgent: for leases of attention ranks after a loss, without limits.
     """
@@ -78,7 +78,7 @@ class ExpertLoader:
 
     def begin(self, placement: Placement, done: LoadHandler) -> None:
         """Start loading. `done` is called once, on any thread, unless stopped before."""
-        raise NotImplementedError
+        done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
     def stop(self) -> None:
         """Stop loading and drop what has arrived."""
@@ -163,13 +163,6 @@ class PacedLoader(Loader):
 
     def count(self, num_bytes: int) -> None:
         self._limiter.acquire(num_bytes)
-
-
-class CachedExpertLoader(ExpertLoader):
-    """An `ExpertLoader` of `CachedExperts`, which load on demand."""
-
-    def begin(self, placement: Placement, done: LoadHandler) -> None:
-        done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
 
 class ResidentExpertLoader(ExpertLoader):

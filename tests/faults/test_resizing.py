@@ -1,7 +1,6 @@
 """Expert ranks are added and removed; every stream ends with the expected tokens."""
 
 import contextlib
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -288,19 +287,3 @@ class ThreadHandle:
         done: Future[Any] = Future()
         done.set_result(getattr(self._rank.hooks, method)(*arguments))
         return done
-
-
-@pytest.mark.slow
-def test_added_rank_loads_experts_from_current_owner(
-    deep: Path, right: list[list[int]], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(deep, tmp_path / "model")
-    with processes(folder, right, 1, 2) as (group, _):
-        for ranks in (3, 2):
-            group.resize_experts(ranks)
-        group.start_experts(3)
-        shutil.move(folder, tmp_path / "gone")
-        placed = place_experts(group.working, 3, group_config())
-        assert (placed.ranks, placed.generation) == (3, 3)
-        shutil.move(tmp_path / "gone", folder)
-        check_settled(group, folder, 3)
