@@ -169,7 +169,7 @@ def as_json(report: PlaceReport) -> dict[str, Any]:
     }
 
 
-def print_report(report: PlaceReport) -> None:
+def print_placement(report: PlaceReport) -> None:
     """Print a row for each layer, and the mean."""
     slots = report.file.placement.slots_per_rank
     table = Table(

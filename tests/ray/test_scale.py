@@ -19,8 +19,8 @@ import pytest
 import ray
 
 from cluster.cli.main import main
-from cluster.observe import scale_client as client
-from cluster.observe.scale_client import follow_scale, start_scale
+from cluster.observe import operator_client as client
+from cluster.observe.operator_client import follow_scale, start_scale
 from cluster.observe.server_client import Server
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config

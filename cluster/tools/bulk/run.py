@@ -19,8 +19,7 @@ from cluster.observe.terminal import Terminal
 from cluster.serving.application import groups_handle
 from cluster.tools.bulk.driver import Driver
 from cluster.tools.bulk.job import IN_FLIGHT_ROWS, BulkJob, check_job, fingerprint
-from cluster.tools.bulk.journal import Committed
-from cluster.tools.bulk.output import Output
+from cluster.tools.bulk.output import Committed, Output
 from cluster.tools.bulk.progress import RowTally, duration, show
 from cluster.tools.bulk.router import RayRouter, router_actor
 from cluster.tools.bulk.sources import ReadProgress, Source, find_sources, read_all
