@@ -5,9 +5,15 @@ import math
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import add_config_options, config_from_options
-from cluster.cli.config_table import config_keys, render_table
+from cluster.cli.arguments import (
+    EXIT_ERROR,
+    Commands,
+    add_command,
+    add_config_options,
+    config_from_options,
+    pretty,
+)
+from cluster.cli.config_page import config_keys, render_table
 from cluster.fleet.targets_file import targets_path
 from cluster.observe.operator_client import (
     fetch_status,

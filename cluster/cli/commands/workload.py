@@ -11,8 +11,14 @@ from typing import Any
 
 from rich.progress import Progress
 
-from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import add_config_options, config_from_options
+from cluster.cli.arguments import (
+    EXIT_ERROR,
+    Commands,
+    add_command,
+    add_config_options,
+    config_from_options,
+    pretty,
+)
 from cluster.observe.server_client import check_url
 from cluster.observe.terminal import Terminal
 from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
@@ -48,8 +54,7 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
     if options.address is None:
         prepare_cluster_environment(config, environment)
 
-    from cluster.tools.bulk.run import run_bulk, summary_line
-    from cluster.tools.bulk.workers import own_workers, running_workers
+    from cluster.tools.bulk.run import own_workers, run_bulk, running_workers, summary_line
 
     workers = (
         running_workers(options.address, config.serve.name, environment)

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from cluster.batch.lines import sync, write_whole
-from cluster.tools.bulk.records import Reject, RowOutcome
-from cluster.tools.bulk.windows import Window
+from cluster.tools.bulk.records import Reject, RowOutcome, Window
 from contracts.errors import ConfigError, JobError, writing
 
 Line = TypeVar("Line")

@@ -8,8 +8,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.serving.settings import KEY_VARIABLE, with_environment
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
-from deploy.app import build, check_options
-from deploy.args import WITHOUT_EFFECT
+from deploy.app import WITHOUT_EFFECT, build, check_options
 
 
 def built(args: dict[str, Any]) -> TandemConfig:

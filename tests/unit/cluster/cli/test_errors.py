@@ -19,10 +19,8 @@ import msgspec
 import pytest
 import ray
 
-from cluster.cli.arguments import EXIT_ERROR
-from cluster.cli.config_options import config_from_options
-from cluster.cli.config_page import TARGET, page
-from cluster.cli.config_table import config_keys
+from cluster.cli.arguments import EXIT_ERROR, config_from_options
+from cluster.cli.config_page import TARGET, config_keys, page
 from cluster.cli.main import _parser, main
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port

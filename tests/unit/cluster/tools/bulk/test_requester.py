@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.tools.bulk.job import BulkJob, add_options, parse_job
+from cluster.tools.bulk.answering import RowRequester
+from cluster.tools.bulk.job import BulkJob, RequestTask, add_options, parse_job
 from cluster.tools.bulk.records import GeneratedRow, InputRow, RowAnswer, RowOutcome, RowRequest
-from cluster.tools.bulk.requester import RequestTask, RowRequester
 from contracts.errors import ConfigError, NotReadyError
 from tests.support.api_harness import Api, serve_api
 from tests.support.bulk_support import bulk_job
