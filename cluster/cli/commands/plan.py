@@ -11,7 +11,7 @@ from cluster.fleet.hardware import known_hardware
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import check_writable, write_placement
 from cluster.observe.terminal import Terminal
-from cluster.tools.place import as_json, place, print_placement
+from cluster.tools.place import place, print_placement
 from cluster.tools.plan.plan import plan_file, print_report, write_picture, write_trace
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError
@@ -105,7 +105,7 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
     errors = Terminal(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("placing", total=1.0)
-        report = place(
+        file, report = place(
             options.profile,
             folder,
             ranks=options.ranks,
@@ -115,9 +115,9 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
             progress=lambda part: bar.update(task, completed=part),
         )
     if options.output is not None:
-        write_placement(report.file, options.output)
+        write_placement(file, options.output)
     if options.json:
-        print(pretty(as_json(report)))
+        print(pretty(report))
         return 0
     print_placement(report)
     if options.output is not None:
