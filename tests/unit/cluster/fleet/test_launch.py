@@ -53,17 +53,6 @@ def test_backend_follows_placement_unless_configured() -> None:
     assert resolve_backend(configured, "cpu", ["a"]).backend == "tcp"
 
 
-@pytest.mark.parametrize("kind", ["gathered", "hybrid"])
-def test_experts_are_gathered_by_copy_engines_in_a_node_and_by_nccl_between_nodes(
-    kind: str,
-) -> None:
-    alone = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
-    config = load_config(None, [*alone, f"prefill.experts={kind}"])
-    assert resolve_backend(config, "cuda", ["a", "a"]).backend == "ipc"
-    assert resolve_backend(config, "cpu", ["a", "b"]).backend == "tcp"
-    assert resolve_backend(config, "cuda", ["a", "b"]).backend == "nccl"
-
-
 def test_each_rank_requests_its_share_and_group_resources() -> None:
     config = load_config(
         None,
