@@ -147,7 +147,7 @@ class PipelineBackend:
         """Handle the loss or failure of the request's rank: another rank runs or resumes it."""
         self._placer.remove(ticket)
         is_rank_fault = not _is_handed_over(ticket, cause) and not _was_waiting(ticket, cause)
-        is_new, has_others = ticket.record_failure(cause), self._has_untried_rank(ticket)
+        is_new, has_others = ticket.record_failure(), self._has_untried_rank(ticket)
         counts = is_rank_fault and (is_new or not has_others)  # once per rank while others remain
         ticket.count_failure(counts=counts, attempt_reset_tokens=self._config.attempt_reset_tokens)
         if not ticket.resume():
