@@ -7,7 +7,7 @@ import msgspec
 
 from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.observe.terminal import Terminal, plain_table
-from cluster.tools.plan.routing import RoutingAnswer, SolvedRouting, in_order, routing_answer
+from cluster.tools.plan.routing import PlacedRouting, RoutingAnswer, routing_answer
 from cluster.tools.plan.spec_file import ModelProblem, read_plan_file
 from cluster.tools.plots import draw_gantt
 from contracts.clock import monotonic_s
@@ -163,9 +163,9 @@ def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
     find: Solve = solve_extended if beyond else _best
     before = None
     if profiled is not None:
-        plain = workload._replace(routing_of=in_order(profiled, workload))
+        plain = workload._replace(routing_of=PlacedRouting(profiled, workload, is_solved=False))
         before = _verdict(given._replace(workload=plain), find), plain
-        placed = SolvedRouting(profiled, workload)
+        placed = PlacedRouting(profiled, workload, is_solved=True)
         given = given._replace(workload=workload._replace(routing_of=placed))
         verdict = _verdict_of_placed(given, placed, find)
     else:
@@ -197,7 +197,7 @@ def _verdict(problem: ModelProblem, find: Solve) -> SplitComparison:
 
 
 def _verdict_of_placed(
-    problem: ModelProblem, placed: SolvedRouting, find: Solve
+    problem: ModelProblem, placed: PlacedRouting, find: Solve
 ) -> SplitComparison:
     """Search all splits with sketched placements, then refine the best.
 
