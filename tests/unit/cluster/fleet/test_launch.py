@@ -12,8 +12,6 @@ from cluster.fleet.nodes import (
     Node,
     RankPlacement,
     check_resources,
-    core_shares,
-    kv_ranks,
     rank_requests,
     resolve_backend,
     resolve_device,
@@ -79,8 +77,7 @@ def seats_on(nodes: str, prefill_nodes: str, device: str, *settings: str) -> lis
         placed(config, (Group.ATTENTION, Group.EXPERT), nodes, device),
         placed(config, (Group.PREFILL,), prefill_nodes, device),
     ]
-    each = (seat_ranks(one, kv_ranks(both), core_shares(both)) for one in both)
-    return [seat for seats in each for seat in seats]
+    return [seat for seats in seat_ranks(both, config) for seat in seats]
 
 
 def test_ranks_of_both_pipelines_share_the_kv_memory_of_their_node() -> None:
