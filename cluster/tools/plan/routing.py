@@ -1,15 +1,10 @@
 """`tandem plan` with a routing profile: copies and load of experts in order and placed."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from actors.planning.planner_inputs import layer_routing
-from contracts.errors import ConfigError
-from models.prediction.routing_counts import RoutingCounts
-from models.spec.model import ModelSpec
 from planner.costs.routing_shape import RoutingShape, Spread, uniform
 from planner.placement.layout import PlacementCosts
 from planner.placement.routing import LayerRouting
@@ -51,34 +46,6 @@ class ProfiledRouting(NamedTuple):
 
     layers: list[LayerRouting]
     spare_slots: int
-
-
-def read_routing(
-    given: str,
-    spare_slots: int,
-    split: tuple[int, int] | None,
-    folder: Path | None,
-    spec: ModelSpec,
-    where: str,
-) -> ProfiledRouting:
-    """Read a routing profile.
-
-    split: ranks of both groups, if known. Raises ConfigError or CheckpointError.
-    """
-    if folder is None:
-        raise ConfigError(
-            f"{where}: routing: a profile is of one checkpoint: give model as its folder, not as "
-            "the fields of its config.json"
-        )
-    share = 1 if split is None else spec.num_experts // split[1]
-    if spare_slots > max(0, spec.num_experts - share):
-        raise ConfigError(
-            f"{where}: spare_slots: {spare_slots} beside a rank's share of {share} or more of "
-            f"{spec.num_experts} experts: give at most {max(0, spec.num_experts - share)}"
-        )
-    counts = RoutingCounts.read(Path(given).expanduser(), folder, spec)
-    layers = [layer_routing(counts, layer) for layer in spec.moe_layers]
-    return ProfiledRouting(layers, spare_slots)
 
 
 class PlacedRouting:
