@@ -1,6 +1,6 @@
 """Boards, rows and panels as data, and the PromQL of their lines.
 
-`dashboards/grafana.py` makes JSON of them. The dashboard variables select every series: cluster,
+`dashboards/generate.py` makes JSON of them. The dashboard variables select every series: cluster,
 and rank and group if a rank exports it. "All" matches series without such a label as well, so that
 every expression keeps the label cluster: no value mixes two clusters.
 """

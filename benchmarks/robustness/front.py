@@ -19,7 +19,7 @@ import msgspec
 from cluster.fleet.replies import Directory
 from cluster.http.server import HttpServer
 from cluster.serving.ingress_app import build_ingress_app
-from cluster.serving.launcher import Launcher
+from cluster.serving.serve_app import Launcher
 from contracts.config import TandemConfig
 from contracts.logs import set_up_logging
 

@@ -274,8 +274,6 @@ class PlainTarget:
             client_addresses=self._group.client_addresses,
             prefill_addresses={},
             token=self._group.token,
-            backend=self._backend,
-            epoch=1,
             ranks=[],
         )
 

@@ -215,8 +215,6 @@ class Fleet:
             client_addresses=_addresses(generating),
             prefill_addresses=_addresses(self._prefill),
             token=self._token,
-            backend=self._groups[0].backend,
-            epoch=max(group.epoch for group in self._groups),
             ranks=[ready for group in self._groups for ready in group.ready],
         )
 

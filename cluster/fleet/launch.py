@@ -5,7 +5,8 @@ attention and expert ranks but is a group of its own, because it is replaced alo
 """
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,12 +21,8 @@ from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.hardware import load_hardware
 from cluster.fleet.metrics_endpoint import create_scrape_targets
 from cluster.fleet.nodes import (
-    CoreShares,
     RankPlacement,
     check_resources,
-    core_shares,
-    kv_ranks,
-    later_ranks,
     place_ranks,
     rank_requests,
     resolve_backend,
@@ -69,11 +66,11 @@ def launch(
         groups = msgspec.structs.replace(config.groups, ready_timeout_s=place_timeout_s)
         placing = msgspec.structs.replace(config, groups=groups)
     places = _place(placing, "" if store is None else store.application)
-    with_kv = kv_ranks(places) + later_ranks(places, config)
-    shares = core_shares(places)
+    seats = seat_ranks(places, config)
     with ThreadPoolExecutor(len(places)) as threads:  # most of the time is loading
         launched = [
-            threads.submit(launch_pipeline, group_spec, one, with_kv, shares) for one in places
+            threads.submit(launch_pipeline, group_spec, *each)
+            for each in zip(places, seats, strict=True)
         ]
     errors = [error for future in launched if (error := future.exception())]
     formed = [group for each in launched if not each.exception() for group in each.result()]
@@ -105,11 +102,11 @@ def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
 
 
 def launch_pipeline(
-    common: GroupSpec, placed: RankPlacement, with_kv: Counter[str], shares: CoreShares
+    common: GroupSpec, placed: RankPlacement, seats: Sequence[Seat]
 ) -> list[RankGroup]:
     """Start and form the ranks of one placement.
 
-    common: settings of all pipelines. with_kv, shares: as for `seat_ranks`.
+    common: settings of all pipelines. seats: of the ranks.
 
     Raises ConfigError for an invalid hardware file, the first error of a rank, or LaunchError after
     groups.ready_timeout_s; nothing is left running or placed then.
@@ -118,19 +115,18 @@ def launch_pipeline(
     try:
         group_spec = _formation(common, placed)
         handles = [placed.start(bundle) for bundle in range(len(placed.requests))]
-        seats: defaultdict[Group, list[Seat]] = defaultdict(list)
-        each = seat_ranks(placed, with_kv, shares)
-        for request, seat in zip(placed.requests, each, strict=True):
-            seats[request.group].append(seat)
+        seats_of: defaultdict[Group, list[Seat]] = defaultdict(list)
+        for request, seat in zip(placed.requests, seats, strict=True):
+            seats_of[request.group].append(seat)
         order = (Group.ATTENTION, Group.EXPERT, Group.PLANNER, Group.PREFILL)
-        specs = make_specs(group_spec, *(seats[group] for group in order))
+        specs = make_specs(group_spec, *(seats_of[group] for group in order))
         ready = form_group(specs, handles, timeout_s=common.config.groups.ready_timeout_s)
     except BaseException:
         kill_all(handles)
         placed.release()
         raise
     epoch, backend = group_spec.epoch, group_spec.backend
-    if seats[Group.PREFILL]:
+    if seats_of[Group.PREFILL]:
         event(log, "prefill_ready", epoch=epoch, backend=backend, workers=len(specs))
     else:
         event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(specs))

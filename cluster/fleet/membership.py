@@ -207,18 +207,28 @@ class Autoscaler:
             self._thread.join(timeout_s)
 
     def poll(self, now_s: float) -> None:
-        """Take at most one step, which may take minutes."""
-        members = list(self._group.members)
+        """Take at most one step, which may take minutes.
+
+        Raises the error that prevents the start of a worker; its placement is released then. A
+        worker that leaves may complete its requests for http.request_timeout_s.
+        """
+        members, config = list(self._group.members), self._config
         utilizations = [utilization_of(member.status) for member in members]
         known = [utilization for utilization in utilizations if utilization is not None]
         is_steady = len(known) == len(members) and not any(
             one.replacement_reason for one in members
         )
         step = self._policy.step(now_s, known, is_steady=is_steady)
+        utilization, workers = round(self._policy.utilization, 2), len(members)
         if step > 0:
-            self._add(len(members))
+            event(log, "prefill_scale_up", workers=workers, utilization=utilization)
+            # Equal parts of the remaining memory for all workers that may still be added.
+            share, closing = config.prefill_slots - workers, self._closing
+            add_member(self._group, Group.PREFILL, workers, config, share=share, closing=closing)
         elif step < 0:
-            self._end(members[-1])
+            event(log, "prefill_scale_down", name=members[-1].name, utilization=utilization)
+            within_s = config.http.request_timeout_s
+            remove_member(self._group, members[-1], within_s, self._closing)
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_PERIOD_S):
@@ -227,29 +237,6 @@ class Autoscaler:
             except (TandemError, RayError, TimeoutError, CancelledError) as error:
                 event(log, "prefill_scale_failed", logging.ERROR, error=error)
                 self._closing.wait(self._config.scaling.look_back_period_s)
-
-    def _add(self, workers: int) -> None:
-        """Add a worker.
-
-        Raises the error that prevents its start; its placement is released then.
-        """
-        event(
-            log, "prefill_scale_up", workers=workers, utilization=round(self._policy.utilization, 2)
-        )
-        # Equal parts of the remaining memory for all workers that may still be added.
-        share = self._config.prefill_slots - workers
-        config, closing = self._config, self._closing
-        add_member(self._group, Group.PREFILL, workers, config, share=share, closing=closing)
-
-    def _end(self, member: Member) -> None:
-        """Remove a worker; it may complete its requests for http.request_timeout_s."""
-        event(
-            log,
-            "prefill_scale_down",
-            name=member.name,
-            utilization=round(self._policy.utilization, 2),
-        )
-        remove_member(self._group, member, self._config.http.request_timeout_s, self._closing)
 
 
 def utilization_of(status: RankStatus | None) -> float | None:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -236,6 +236,11 @@ class RankPlacement(NamedTuple):
         )
         return RayRank(name, actor, key)
 
+    @property
+    def seated(self) -> list[tuple[RankRequest, Node]]:
+        """Return each rank with its initial node."""
+        return list(zip(self.requests, self.nodes, strict=True))
+
     def node(self, bundle: int) -> Node:
         """Return the current node of a placed bundle."""
         return _node_of(self.placement, bundle)
@@ -288,56 +293,29 @@ def _node(id: str) -> Node:
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
-def _seated(placed: Sequence[RankPlacement]) -> Iterator[tuple[RankRequest, Node]]:
-    """Yield each rank with its initial node."""
-    for one in placed:
-        yield from zip(one.requests, one.nodes, strict=True)
+def seat_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> list[list[Seat]]:
+    """Return the seats of the ranks of each placement.
 
-
-CoreShares = dict[tuple[Group, int], tuple[int, int]]
-
-
-def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
-    """Count the ranks with a KV pool (attention, prefill) per node id."""
-    with_pool = (Group.ATTENTION, Group.PREFILL)
-    return Counter(node.id for request, node in _seated(placed) if request.group in with_pool)
-
-
-def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counter[str]:
-    """Count prefill workers that may be added later, on each node that has one now."""
-    later = config.prefill_slots - config.groups.prefill_ranks
-    nodes = {node.id for request, node in _seated(placed) if request.group is Group.PREFILL}
-    return Counter(dict.fromkeys(nodes, later))
-
-
-def core_shares(placed: Sequence[RankPlacement]) -> CoreShares:
-    """Return the number of each computing rank among those of its node, and their number."""
-    nodes = {
-        (request.group, request.rank): node.id
-        for request, node in _seated(placed)
-        if request.group is not Group.PLANNER
-    }
-    on_node, seen = Counter(nodes.values()), Counter[str]()
-    shares: CoreShares = {}
-    for rank, node_id in nodes.items():
-        shares[rank] = seen[node_id], on_node[node_id]
-        seen[node_id] += 1
-    return shares
-
-
-def seat_ranks(placed: RankPlacement, with_kv: Counter[str], shares: CoreShares) -> list[Seat]:
-    """Return the seat of each rank.
-
-    with_kv: ranks that share a node's memory, unless on own GPUs. shares: of a node's cores.
+    All ranks of a node but the planner divide its cores. Those with a KV pool divide its memory,
+    also with prefill workers that may be added later, unless they have own GPUs.
     """
-    # Ray shows each actor its own GPU only: it is number 0 there.
-    name = "cuda:0" if placed.device == "cuda" else "cpu"
-    return [
-        Seat(
-            name,
-            node.listen_host,
-            1 if request.resources.get("GPU", 0) >= 1 else max(1, with_kv[node.id]),
-            shares.get((request.group, request.rank), (0, 0)),
+    on_nodes = [(one.group, node.id) for each in placed for one, node in each.seated]
+    computing = Counter(node for group, node in on_nodes if group is not Group.PLANNER)
+    with_kv = Counter(node for group, node in on_nodes if group in (Group.ATTENTION, Group.PREFILL))
+    for node in {node for group, node in on_nodes if group is Group.PREFILL}:
+        with_kv[node] += config.prefill_slots - config.groups.prefill_ranks
+    seen = Counter[str]()
+
+    def seat(request: RankRequest, node: Node, device: str) -> Seat:
+        core_share = 0, 0
+        if request.group is not Group.PLANNER:
+            core_share = seen[node.id], computing[node.id]
+            seen[node.id] += 1
+        has_own_gpu = request.resources.get("GPU", 0) >= 1
+        # Ray shows each actor its own GPU only: it is number 0 there.
+        name = "cuda:0" if device == "cuda" else "cpu"
+        return Seat(
+            name, node.listen_host, 1 if has_own_gpu else max(1, with_kv[node.id]), core_share
         )
-        for request, node in _seated([placed])
-    ]
+
+    return [[seat(*one, each.device) for one in each.seated] for each in placed]

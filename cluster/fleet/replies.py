@@ -16,8 +16,6 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     client_addresses: dict[str, str]
     prefill_addresses: dict[str, str]
     token: bytes
-    backend: str
-    epoch: int
     ranks: list[RankReady]
 
 

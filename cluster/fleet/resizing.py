@@ -76,7 +76,7 @@ class Resizer:
             if self._recorded.state == "running":
                 raise OverloadError(self._under_way(), RETRY_AFTER_S)
             changes = check_target(requested, self._counts())
-            check_changes(changes, self._groups, self._config, follows_load=bool(self._scalers))
+            self._check(changes)
             self._recorded = ScaleState(
                 state="running" if changes else "done",
                 number=self._recorded.number + 1,
@@ -118,6 +118,15 @@ class Resizer:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def _check(self, changes: Mapping[str, int]) -> None:
+        """Raise RequestError for an impossible change, NotReadyError without room for it now."""
+        if (count := changes.get("prefill_workers")) is not None:
+            _check_prefill(count, self._config, follows_load=bool(self._scalers))
+        if (count := changes.get("expert_ranks")) is not None:
+            _check_experts(count, self._members(Group.EXPERT)[0])
+        for name, count in changes.items():
+            _check_room(name, count, _group_of(KIND_OF[name], self._groups))
 
     def _counts(self) -> dict[str, int]:
         """Return the current number of ranks per kind."""
@@ -282,25 +291,6 @@ KIND_OF = {
 }
 
 
-def check_changes(
-    changes: Mapping[str, int],
-    groups: Sequence[RankGroup],
-    config: TandemConfig,
-    *,
-    follows_load: bool,
-) -> None:
-    """Check a change. follows_load: an autoscaler controls prefill workers.
-
-    Raises RequestError for an impossible change, NotReadyError if the Ray cluster has no room now.
-    """
-    if (count := changes.get("prefill_workers")) is not None:
-        _check_prefill(count, config, follows_load)
-    if (count := changes.get("expert_ranks")) is not None:
-        _check_experts(count, _group_of(Group.EXPERT, groups).of_kind(Group.EXPERT)[0])
-    for name, count in changes.items():
-        _check_room(name, count, _group_of(KIND_OF[name], groups))
-
-
 def _group_of(kind: Group, groups: Sequence[RankGroup]) -> RankGroup:
     return next(group for group in groups if group.of_kind(kind))
 
@@ -315,7 +305,8 @@ def _check_experts(count: int, first: Member) -> None:
         )
 
 
-def _check_prefill(count: int, config: TandemConfig, follows_load: bool) -> None:
+def _check_prefill(count: int, config: TandemConfig, *, follows_load: bool) -> None:
+    """follows_load: an autoscaler controls prefill workers."""
     most, experts = config.prefill_slots, config.prefill.experts
     if experts not in SCALABLE:
         raise RequestError(

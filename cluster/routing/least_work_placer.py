@@ -8,22 +8,18 @@ share does not direct them all to one rank. Requests wait in the ingress while n
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_set import FindRanks, RankSet, RoutingConfig
+from cluster.routing.rank_set import FindRanks, RankMember, RankSet, RoutingConfig
 from cluster.routing.ticket import Ticket
 from contracts.errors import ChannelError, NotReadyError, TandemError
-from contracts.logs import event
 from contracts.messages import RankState
 from contracts.ranks import Group
 from contracts.requests import Priority
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
-
-log = logging.getLogger("tandem.routing")
 
 MAX_PREFIX_BLOCKS = 1 << 16  # per rank
 _PREFIX = f"{Group.ATTENTION.value}-"
@@ -51,44 +47,16 @@ class PrefixTable:
             self._blocks.popitem(last=False)
 
 
-class AttentionRank:
-    """A member of the set: a `RankListener` with the work that this ingress has sent there."""
-
-    replace_reason = ""
+class AttentionRank(RankMember):
+    """A member of the set, with the work that this ingress has sent there."""
 
     def __init__(self, client: RankClient, placer: LeastWorkPlacer) -> None:
-        self.client = client
-        self.is_member = True
+        super().__init__(client)
         self.prefixes = PrefixTable(MAX_PREFIX_BLOCKS)
         self._placer = placer
         self._waiting: Counter[Priority] = Counter()
         self._load_tokens: Counter[Priority] = Counter()
         self._connection = 0
-        client.subscribe(self)
-
-    @property
-    def is_available(self) -> bool:
-        return self.is_member and self.client.problem is None
-
-    @property
-    def problem(self) -> str | None:
-        return self.client.problem
-
-    def join(self, address: str) -> None:
-        """Return to the set; a new process under this name replaces one that drains."""
-        if not self.is_member and self.client.address != address:
-            self.client.disconnect()
-            self.client.set_address(address)
-            self.client.start()
-            event(log, "worker_joined", name=self.client.name)
-        self.is_member = True
-        self.client.set_address(address)
-
-    def leave(self) -> bool:
-        if self.is_member:
-            self.is_member = False
-            event(log, "worker_draining", name=self.client.name)
-        return not self.client.has_open
 
     def add_load(self, priority: Priority, tokens: int, waiting: int) -> None:
         self._load_tokens[priority] += tokens

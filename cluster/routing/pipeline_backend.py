@@ -6,7 +6,7 @@ generations on attention ranks. If only one kind is deployed, it runs all reques
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -35,34 +35,12 @@ class LoopThrottle:
     """Limit of starts per turn of the event loop, in order of arrival."""
 
     def __init__(self, per_turn: int) -> None:
-        self._per_turn = self._remaining = per_turn
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._refilling = False
+        self._starts = asyncio.Semaphore(per_turn)
 
     async def acquire(self) -> None:
         """Return when the caller may start: at once while few callers arrive."""
-        loop = asyncio.get_running_loop()
-        if not self._refilling:
-            self._refilling = True
-            loop.call_soon(self._refill)
-        if self._remaining and not self._waiters:
-            self._remaining -= 1
-            return
-        waiter = loop.create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _refill(self) -> None:
-        """Grant starts in every turn of the loop, until a turn has no caller."""
-        self._refilling = bool(self._waiters) or self._remaining < self._per_turn
-        self._remaining = self._per_turn
-        while self._waiters and self._remaining:
-            waiter = self._waiters.popleft()
-            if not waiter.done():  # cancelled
-                waiter.set_result(None)
-                self._remaining -= 1
-        if self._refilling:
-            asyncio.get_running_loop().call_soon(self._refill)
+        await self._starts.acquire()
+        asyncio.get_running_loop().call_soon(self._starts.release)  # in the next turn
 
 
 log = logging.getLogger("tandem.admission")
@@ -169,7 +147,7 @@ class PipelineBackend:
         """Handle the loss or failure of the request's rank: another rank runs or resumes it."""
         self._placer.remove(ticket)
         is_rank_fault = not _is_handed_over(ticket, cause) and not _was_waiting(ticket, cause)
-        is_new, has_others = ticket.record_failure(cause), self._has_untried_rank(ticket)
+        is_new, has_others = ticket.record_failure(), self._has_untried_rank(ticket)
         counts = is_rank_fault and (is_new or not has_others)  # once per rank while others remain
         ticket.count_failure(counts=counts, attempt_reset_tokens=self._config.attempt_reset_tokens)
         if not ticket.resume():

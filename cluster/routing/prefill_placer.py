@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_set import FindRanks, RankSet, RoutingConfig
+from cluster.routing.rank_set import FindRanks, RankMember, RankSet, RoutingConfig
 from cluster.routing.ticket import Ticket
 from contracts.errors import ChannelError, NotReadyError, PeerDeadError, TooCostlyError
 from contracts.logs import event
@@ -31,25 +31,26 @@ log = logging.getLogger("tandem.prefill_router")
 ROUTER_BITS = 63
 
 
-class PrefillWorker:
-    """A member of the set: a `RankListener` that applies the worker's log to the router.
+class PrefillWorker(RankMember):
+    """A member of the set that applies the worker's log to the router.
 
     It is available from a snapshot until the connection is lost or the worker reports that it is
     unhealthy; then the next connection must bring another snapshot.
     """
 
     def __init__(self, worker: int, client: RankClient, placer: PrefillPlacer) -> None:
-        self.client = client
-        self.is_available = False
-        self.is_member = bool(client.address)
-        self.replace_reason = ""
+        super().__init__(client, is_member=bool(client.address))
         self._worker, self._placer = worker, placer
         self._router = placer.router
+        self._is_available = False
         self._is_unhealthy = self._is_leaving = False
         self._router.lose(worker, permanently=False)  # until its first snapshot
         if not self.is_member:
             self._router.retire(worker)
-        client.subscribe(self)
+
+    @property
+    def is_available(self) -> bool:
+        return self._is_available
 
     @property
     def problem(self) -> str | None:
@@ -59,21 +60,15 @@ class PrefillWorker:
         return problem if problem is None or name in problem else f"{name}: {problem}"
 
     def join(self, address: str) -> None:
-        if self.is_member:
-            self.client.set_address(address)
-            return
-        self.is_member = True
-        self._router.readmit(self._worker)
-        self.client.disconnect()  # from an earlier worker of this number
-        self.client.set_address(address)
-        self.client.start()
-        event(log, "worker_joined", name=self.client.name)
+        if not self.is_member:
+            self._router.readmit(self._worker)
+            self.client.disconnect()  # from an earlier worker of this number
+        super().join(address)
 
     def leave(self) -> bool:
         if self.is_member:
-            self.is_member = False
+            super().leave()
             self._router.retire(self._worker)
-            event(log, "worker_draining", name=self.client.name)
             self._placer.on_leaving(self._worker)
         elif self.client.address and self.client.state is None:
             self.client.disconnect()
@@ -104,7 +99,7 @@ class PrefillWorker:
             return
         self._router.restore(entry)
         if self._router.is_present(self._worker):
-            self.is_available, self.replace_reason = not self._is_unhealthy, ""
+            self._is_available, self.replace_reason = not self._is_unhealthy, ""
 
     def on_state(self, state: RankState) -> None:
         if state.leaving and not self._is_leaving:  # another worker may take its number
@@ -126,7 +121,7 @@ class PrefillWorker:
         self._mark_lost(permanently=False)
 
     def _mark_lost(self, *, permanently: bool) -> None:
-        self.is_available = False
+        self._is_available = False
         self._placer.on_lost(self._worker, permanently=permanently)
 
 

@@ -180,11 +180,9 @@ class RankSocket:
 
 async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     scheme, _, rest = address.partition(":")
-    if scheme == "unix":
-        return await asyncio.open_unix_connection(rest)
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not port.isdigit():
-        raise ChannelError(f"address {address!r}: expected unix:/path or tcp:host:port")
+        raise ChannelError(f"address {address!r}: expected tcp:host:port")
     return await asyncio.open_connection(host.strip("[]"), int(port))
 
 
@@ -218,7 +216,7 @@ class RankListener(Protocol):
 class RankClient:
     """Client of one rank, on one event loop. Call `start` before `post`.
 
-    address: "unix:/path" or "tcp:host:port".
+    address: "tcp:host:port".
     identity: this ingress, with the cluster's token.
     """
 

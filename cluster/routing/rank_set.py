@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_client import RankClient, RankListener
 from cluster.routing.ticket import Ticket
 from contracts.errors import NotReadyError
 from contracts.logs import event
@@ -46,29 +46,43 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     no_rank_timeout_s: float = 60.0
 
 
-class RankMember(Protocol):
-    """A rank of the set.
+class RankMember(RankListener):
+    """A rank of the set, which listens to its client.
 
     is_member: it may receive new requests; False: it is draining or not started.
-    is_available: it accepts requests now. problem: the reason why not, or None.
     replace_reason: why the launcher must replace it although it runs; usually empty.
     """
 
-    client: RankClient
-    is_member: bool
-    replace_reason: str
+    def __init__(self, client: RankClient, *, is_member: bool = True) -> None:
+        self.client, self.is_member, self.replace_reason = client, is_member, ""
+        client.subscribe(self)
 
     @property
-    def is_available(self) -> bool: ...
+    def is_available(self) -> bool:
+        """Return whether it accepts requests now."""
+        return self.is_member and self.problem is None
 
     @property
-    def problem(self) -> str | None: ...
+    def problem(self) -> str | None:
+        """The reason why it accepts no requests, or None."""
+        return self.client.problem
 
     def join(self, address: str) -> None:
-        """Use the rank at `address`, which may be a new process."""
+        """Use the rank at `address`; a new process replaces one that drains."""
+        if not self.is_member and self.client.address != address:
+            self.client.disconnect()
+            self.client.set_address(address)
+            self.client.start()
+            event(log, "worker_joined", name=self.client.name)
+        self.is_member = True
+        self.client.set_address(address)
 
     def leave(self) -> bool:
         """Stop sending new requests. Return True once the rank can leave the set."""
+        if self.is_member:
+            self.is_member = False
+            event(log, "worker_draining", name=self.client.name)
+        return not self.client.has_open
 
 
 MemberT = TypeVar("MemberT", bound=RankMember)

@@ -65,7 +65,6 @@ class Ticket:
     failed_on: clients of ranks that failed it, the last one last, with the number of the
     connection.
     attempts: failures that count (`count_failure`).
-    failure: the first failure.
     on_lost: called when its rank is lost or reports that it cannot work.
     """
 
@@ -81,7 +80,6 @@ class Ticket:
         self.client: RankClient | None = None
         self.failed_on: dict[RankClient, int] = {}
         self.attempts = 0
-        self.failure: Failed | None = None
         self._on_lost = on_lost
         self._created_s = monotonic_s()
         self.timing: SequenceTiming | None = None
@@ -121,10 +119,9 @@ class Ticket:
             self.client.cancel(self._request_id)
         self.ended = True
 
-    def record_failure(self, cause: Failed) -> bool:
+    def record_failure(self) -> bool:
         """Record a failure of its rank. Return whether it is the first one on this connection."""
         assert self.client is not None
-        self.failure = self.failure or cause
         client, self.client = self.client, None
         known = self.failed_on.pop(client, None)
         self.failed_on[client] = self._connection

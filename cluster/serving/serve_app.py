@@ -15,15 +15,17 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.channels.heartbeat import EventLoopWatchdog
-from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.telemetry import Telemetry, merge_expositions
 from cluster.batch.store import has_unfinished
 from cluster.fleet.adoption import adopt, kill_orphans
 from cluster.fleet.fleet import Fleet
@@ -32,25 +34,32 @@ from cluster.fleet.launch import launch
 from cluster.fleet.metrics_endpoint import MetricsEndpoint
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.replies import Directory, ScrapeTarget, checked, failure_reply
-from cluster.fleet.tracing import TraceLock
+from cluster.fleet.tracing import ROUNDS, TraceLock, estimate_offset
+from cluster.http.admin import FIRST_RANK_PID
 from cluster.http.app import App
 from cluster.http.server import HttpServer
 from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
-from cluster.serving.launcher import Launcher
 from cluster.serving.log_folder import log_folder
 from cluster.serving.settings import with_environment
 from cluster.serving.shutdown import wait_idle
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
-from contracts.errors import ConfigError, LaunchError, ResourceError, TandemError
+from contracts.errors import (
+    ConfigError,
+    LaunchError,
+    NotReadyError,
+    ResourceError,
+    TandemError,
+)
 from contracts.interpreter import watch_interpreter
 from contracts.logs import event, set_up_logging
 from contracts.ranks import RankStatus
 from contracts.scaling import ScaleState, ScaleTarget
-from contracts.traces import TaskSpan, TraceResponse, boot_identity
+from contracts.traces import ClockOffset, TaskSpan, TraceResponse, boot_identity
 
 log = logging.getLogger("tandem.serve")
+_ingress_log = logging.getLogger("tandem.ingress")
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # a resource of Ray's head node only
 STATUS_TIMEOUT_S = 2.0
@@ -295,6 +304,59 @@ class ServedGroups(Groups):
         application.
         """
         await self.drain_and_close()
+
+
+class Launcher:
+    """Client of the launcher for the HTTP application. Raises NotReadyError without a reply.
+
+    groups: handle of the deployment `Groups`.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+
+    async def metrics(self) -> str:
+        try:
+            return merge_expositions(await self._groups.metrics.remote())
+        except RayError as error:
+            event(_ingress_log, "rank_metrics_failed", logging.WARNING, error=error)
+            return ""
+
+    async def status(self) -> list[RankStatus]:
+        with _answers("rank_status_failed"):
+            found: list[RankStatus] = await self._groups.status.remote()
+        return found
+
+    async def trace(self, seconds: float) -> TraceResponse:
+        with _answers("trace_failed"):
+            found: TraceResponse = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
+        return found
+
+    async def scale(self, requested: ScaleTarget | None) -> ScaleState:
+        with _answers("scale_request_failed"):
+            found: ScaleState = checked(await self._groups.scale.remote(requested))
+        return found
+
+    async def offset(self) -> ClockOffset:
+        """Return by how much this process's clock is ahead of the launcher's."""
+        rounds, boot = [], ""
+        with _answers("trace_failed"):
+            for _ in range(ROUNDS):
+                sent_s = monotonic_s()
+                shown_s, boot = await self._groups.clock.remote()
+                rounds.append(
+                    (-monotonic_s(), -shown_s, -sent_s)
+                )  # this clock, as seen by the launcher
+        return estimate_offset(rounds, same_boot=bool(boot) and boot == boot_identity())
+
+
+@contextlib.contextmanager
+def _answers(event_name: str) -> Iterator[None]:
+    try:
+        yield
+    except RayError as error:
+        event(_ingress_log, event_name, logging.WARNING, error=error)
+        raise NotReadyError("the launcher of the ranks does not answer") from None
 
 
 class Ingress:

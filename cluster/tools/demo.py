@@ -15,8 +15,8 @@ from rich.table import Table
 from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
+from cluster.observe.operator_client import fetch_status, print_status
 from cluster.observe.server_client import Server
-from cluster.observe.status_client import fetch_status, print_status
 from cluster.observe.terminal import Terminal
 from cluster.serving.server import RunningServer, serving
 from cluster.serving.settings import KEY_VARIABLE

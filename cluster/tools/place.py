@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import msgspec
 from rich.table import Table
 
 from actors.planning.planner_inputs import layer_routing
@@ -26,7 +26,7 @@ from planner.placement.solve import split
 MIN_GAIN = 0.005  # relative; smaller gains count as none
 
 
-class PlacementQuality(NamedTuple):
+class PlacementQuality(msgspec.Struct, frozen=True):
     """Quality of one layer's placement on the held-out part of the sample.
 
     outer: copies of a token on other nodes than the one that has most.
@@ -38,31 +38,28 @@ class PlacementQuality(NamedTuple):
     outer: float
 
 
-class LayerReport(NamedTuple):
+class LayerReport(msgspec.Struct, frozen=True):
     """in_order: experts in order, each once. placed: the solver's placement."""
 
     layer: int
     in_order: PlacementQuality
     placed: PlacementQuality
-
-    @property
-    def is_improvement(self) -> bool:
-        kinds = "copies", "load", "outer"
-        both = [(getattr(self.in_order, kind), getattr(self.placed, kind)) for kind in kinds]
-        return any(after < before * (1 - MIN_GAIN) for before, after in both)
+    is_improvement: bool
 
 
-class PlaceReport(NamedTuple):
-    """tokens: evaluated per layer."""
+class PlaceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of `tandem place --json`.
 
-    file: PlacementFile
-    rows: list[LayerReport]
+    tokens: evaluated per layer. digest, slots_per_rank: of the placement. in_order, placed: means
+    over layers.
+    """
+
     tokens: int
-
-    def means(self) -> tuple[PlacementQuality, PlacementQuality]:
-        """Return the means over layers: in order, and placed."""
-        one, other = [row.in_order for row in self.rows], [row.placed for row in self.rows]
-        return _mean(one), _mean(other)
+    digest: str
+    slots_per_rank: tuple[int, ...]
+    in_order: PlacementQuality
+    placed: PlacementQuality
+    layers: list[LayerReport]
 
 
 def place(
@@ -74,7 +71,7 @@ def place(
     nodes: int,
     seed: int,
     progress: Callable[[float], None],
-) -> PlaceReport:
+) -> tuple[PlacementFile, PlaceReport]:
     """Place the experts of all layers.
 
     spare: slots of each rank beyond its share of the experts. nodes: of consecutive ranks.
@@ -98,15 +95,24 @@ def place(
     for layer, routing, line in zip(spec.moe_layers, routings, placed, strict=True):
         lines[layer], kept = line, split(routing)[1]
         tokens = len(kept.sets_PK)
-        in_order = _quality(kept, contiguous_line(routing.load(), plain), plain, levels)
-        rows.append(LayerReport(layer, in_order, _quality(kept, line, slots, levels)))
+        before = _quality(kept, contiguous_line(routing.load(), plain), plain, levels)
+        after = _quality(kept, line, slots, levels)
+        rows.append(LayerReport(layer, before, after, _is_improvement(before, after)))
     placement = Placement(
         num_experts=spec.num_experts, slots_per_rank=slots, expert_of_slot=tuple(lines)
     )
     file = PlacementFile(
         checkpoint=counts.checkpoint.hex(), tokenizer=counts.tokenizer.hex(), placement=placement
     )
-    return PlaceReport(file, rows, tokens)
+    report = PlaceReport(
+        tokens=tokens,
+        digest=placement.digest,
+        slots_per_rank=slots,
+        in_order=_mean([row.in_order for row in rows]),
+        placed=_mean([row.placed for row in rows]),
+        layers=rows,
+    )
+    return file, report
 
 
 def slots_of(num_experts: int, ranks: int, spare: int) -> tuple[int, ...]:
@@ -145,54 +151,40 @@ def _quality(
     return PlacementQuality(found.copies, local, found.load, outer)
 
 
+def _is_improvement(before: PlacementQuality, after: PlacementQuality) -> bool:
+    both = [(getattr(before, kind), getattr(after, kind)) for kind in ("copies", "load", "outer")]
+    return any(placed < in_order * (1 - MIN_GAIN) for in_order, placed in both)
+
+
 def _mean(rows: Sequence[PlacementQuality]) -> PlacementQuality:
-    return PlacementQuality(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+    columns = zip(*map(msgspec.structs.astuple, rows), strict=True)
+    return PlacementQuality(*(sum(column) / len(rows) for column in columns))
 
 
-def as_json(report: PlaceReport) -> dict[str, Any]:
-    in_order, placed = report.means()
-    return {
-        "tokens": report.tokens,
-        "digest": report.file.placement.digest,
-        "slots_per_rank": report.file.placement.slots_per_rank,
-        "in_order": in_order._asdict(),
-        "placed": placed._asdict(),
-        "layers": [
-            {
-                "layer": row.layer,
-                "in_order": row.in_order._asdict(),
-                "placed": row.placed._asdict(),
-                "is_improvement": row.is_improvement,
-            }
-            for row in report.rows
-        ],
-    }
-
-
-def print_report(report: PlaceReport) -> None:
+def print_placement(report: PlaceReport) -> None:
     """Print a row for each layer, and the mean."""
-    slots = report.file.placement.slots_per_rank
     table = Table(
         title=f"experts in order -> placed, on {report.tokens} tokens held out",
-        caption=f"slots of the ranks: {', '.join(map(str, slots))}",
+        caption=f"slots of the ranks: {', '.join(map(str, report.slots_per_rank))}",
         box=None,
     )
     names = ["copies of a token", "local by token id", "load of the busiest"]
-    if any(row.in_order.outer for row in report.rows):
+    if any(row.in_order.outer for row in report.layers):
         names.append("copies on other nodes")
     for name in ("layer", *names, ""):
         table.add_column(name, justify="right" if name else "left")
-    for row in report.rows:
+    for row in report.layers:
         table.add_row(
             str(row.layer),
             *_shown(row.in_order, row.placed)[: len(names)],
             "" if row.is_improvement else "no gain",
         )
-    table.add_row("mean", *_shown(*report.means())[: len(names)], style="bold")
+    table.add_row("mean", *_shown(report.in_order, report.placed)[: len(names)], style="bold")
     Terminal().print(table)
-    if not any(row.is_improvement for row in report.rows):
+    if not any(row.is_improvement for row in report.layers):
         Terminal().print("no gain: experts in order are as good")
 
 
 def _shown(before: PlacementQuality, after: PlacementQuality) -> list[str]:
-    return [f"{one:.3f} -> {other:.3f}" for one, other in zip(before, after, strict=True)]
+    pairs = zip(*map(msgspec.structs.astuple, (before, after)), strict=True)
+    return [f"{one:.3f} -> {other:.3f}" for one, other in pairs]

@@ -165,7 +165,8 @@ def merge_samples(
         of_one = int(random.binomial(limit, seen / (seen + other_seen)))
     of_one = max(min(of_one, len(one.ids_P2)), limit - len(other.ids_P2))
     parts = subsample(one, of_one), subsample(other, limit - of_one)
-    return RoutingPaths(*map(np.concatenate, zip(*parts, strict=True)))
+    ids, paths = zip(*parts, strict=True)
+    return RoutingPaths(np.concatenate(ids), np.concatenate(paths))
 
 
 class CountLimits(NamedTuple):

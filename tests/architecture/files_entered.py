@@ -82,8 +82,6 @@ async def entered_by_each() -> dict[str, list[str]]:
                 client_addresses={attention.name: attention.client_address},
                 prefill_addresses={worker.name: worker.client_address},
                 token=prefill.token,
-                backend="shm",
-                epoch=1,
                 ranks=[],
             )
             backend = pipelines(config, directory)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.args import serve_config
+from deploy.app import serve_config
 from tests.architecture.support import ROOT, tracked_files
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from cluster.batch.lines import SeenIds
 from cluster.classification.classify import ClassifyTask
-from cluster.tools.bulk.journal import Journal
-from cluster.tools.bulk.output import part_name
-from cluster.tools.bulk.records import InputRecord, InputRow, Reject, RowAnswer
-from cluster.tools.bulk.windows import DUPLICATE, WindowLimits, split_chunks, split_windows
+from cluster.tools.bulk.output import Journal, part_name
+from cluster.tools.bulk.records import (
+    DUPLICATE,
+    InputRecord,
+    InputRow,
+    Reject,
+    RowAnswer,
+    WindowLimits,
+    split_chunks,
+    split_windows,
+)
 from contracts.errors import ConfigError, JobError
 from tests.support.bulk_support import (
     EchoRouter,

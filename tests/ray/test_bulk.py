@@ -19,6 +19,7 @@ from benchmarks.cases.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, serving
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.tools.bulk.job import IN_FLIGHT_ROWS
 from tests.support.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -89,10 +90,7 @@ def wait_rows(done: RowsDone, rows: int, process: subprocess.Popen[str]) -> None
 
 def _wait_no_routers(cluster: Cluster) -> None:
     """Wait until the job has no process left."""
-    end_s = time.monotonic() + DEADLINE_S
-    while left := cluster.running("ray::BulkRouter"):
-        assert time.monotonic() < end_s, left
-        psutil.wait_procs(left, timeout=0.2)
+    wait_until(lambda: not cluster.running("ray::BulkRouter"), "routers are left", DEADLINE_S)
 
 
 def wait_line(process: subprocess.Popen[str], words: str) -> str:
@@ -105,10 +103,10 @@ def wait_line(process: subprocess.Popen[str], words: str) -> str:
 
 
 def wait_healthy(url: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while (answer := httpx.get(f"{url}/health", timeout=DEADLINE_S)).status_code != 200:
-        assert time.monotonic() < end_s, answer.text
-        time.sleep(0.1)
+    def is_healthy() -> bool:
+        return httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200
+
+    wait_until(is_healthy, "it is not healthy", DEADLINE_S)
 
 
 def listens_at(process: psutil.Process) -> set[str]:

@@ -23,7 +23,7 @@ from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.http.server import free_port
 from cluster.serving.settings import KEY_VARIABLE
 from tests.support.otlp_collector import Collector
-from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, check_complete, ray_head
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -348,12 +348,3 @@ def test_deployment_that_cannot_work_leaves_running_server(
         until(is_refused, reason)
         assert file.answers()
         assert {one.pid for one in cluster.running("ray::prefill-")} == ranks
-
-
-def check_complete(lines: Iterator[str]) -> None:
-    """Check that the rest of an answer extends to its last token."""
-    chunks = [line for line in lines if line]
-    assert chunks[-1] == "data: [DONE]"
-    assert not [chunk for chunk in chunks if '"error"' in chunk]
-    events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-    assert events[-1]["choices"][0]["finish_reason"] == "length"

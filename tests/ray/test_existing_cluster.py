@@ -1,7 +1,6 @@
 """The `tandem` command on an existing Ray cluster, which remains."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED
 from tests.support.documented import documented
-from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, check_complete, ray_head
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -179,11 +178,7 @@ def test_sigterm_completes_stream_and_refuses_requests(ray_cluster: RayHead) -> 
             end_s = time.monotonic() + DEADLINE_S
             while httpx.post(url, json={**body, "max_tokens": 1}).status_code == 200:
                 assert time.monotonic() < end_s, "requests are still admitted"
-            chunks = [line for line in lines if line]
-        assert chunks[-1] == "data: [DONE]"
-        assert not any('"error"' in chunk for chunk in chunks)
-        events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-        assert events[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
+            check_complete(lines)
         out, err = server.communicate(timeout=DEADLINE_S)
         assert (server.returncode, out.endswith("stopping\n")) == (0, True), err
     wait_until_none(ray_cluster)

@@ -19,6 +19,7 @@ from contracts.loading import load_config
 from models.spec.model import read_spec
 from planner.routing.open_requests import work_of
 from tests.support.ray_support import rank_pids
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -104,16 +105,12 @@ def test_workers_scale_up_and_down_without_failed_request(served: RunningServer)
         try:
             most = wait_for(served, 3)
             at_most = load.outcomes.total()
-            end_s = time.monotonic() + DEADLINE_S
-            while load.outcomes.total() < at_most + 10 * CLIENTS:  # all three have work
-                assert time.monotonic() < end_s
-                time.sleep(0.05)
+            at_most += 10 * CLIENTS  # all three have work
+            wait_until(lambda: load.outcomes.total() >= at_most, "no answers", DEADLINE_S)
             load.rows_per_request = 1
             least = wait_for(served, 1)
             gone = set(most.values()) - set(least.values())
-            while any(psutil.pid_exists(pid) for pid in gone):
-                assert time.monotonic() < end_s + DEADLINE_S
-                time.sleep(0.1)
+            wait_until(lambda: not any(map(psutil.pid_exists, gone)), f"{gone} run", DEADLINE_S)
         finally:
             load.stop()
         for future in running:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,8 +18,8 @@ import pytest
 import ray
 
 from cluster.cli.main import main
-from cluster.observe import scale_client as client
-from cluster.observe.scale_client import follow_scale, start_scale
+from cluster.observe import operator_client as client
+from cluster.observe.operator_client import follow_scale, start_scale
 from cluster.observe.server_client import Server
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
@@ -88,10 +87,8 @@ class Streams:
 
     def wait_more(self, answers: int) -> None:
         """Wait for `answers` more answers."""
-        requested, end_s = self.answers + answers, time.monotonic() + DEADLINE_S
-        while self.answers < requested:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+        requested = self.answers + answers
+        wait_until(lambda: self.answers >= requested, "no answers", DEADLINE_S, 0.05)
 
     @contextlib.contextmanager
     def going(self) -> Iterator[None]:
@@ -180,14 +177,15 @@ def test_ended_ranks_are_replaced_and_every_answer_is_complete(
     served: RunningServer, streams: Streams, number: signal.Signals
 ) -> None:
     before = rank_pids(served)
+
+    def is_replaced() -> bool:
+        return rank_pids(served)[name] != before[name]
+
     with streams.going():
         for name in ("attention-0", "expert-1"):
             streams.wait_more(CLIENTS)
             os.kill(rank_pids(served)[name], number)
-            end_s = time.monotonic() + DEADLINE_S
-            while rank_pids(served)[name] == before[name]:
-                assert time.monotonic() < end_s
-                time.sleep(0.1)
+            wait_until(is_replaced, "it was not replaced", DEADLINE_S)
         streams.wait_more(4 * CLIENTS)
 
 

@@ -133,7 +133,7 @@ def test_hung_worker_is_replaced_and_its_requests_are_answered(
         assert failed.code == "peer_hung"
         assert "prefill-0 has been stuck in one step" in failed.message
         assert len(await asyncio.gather(*scores)) == 59
-        while fleet.directory.epoch == directory.epoch or router.problems():
+        while fleet.directory.ranks == directory.ranks or router.problems():
             await asyncio.sleep(0.05)
         assert fleet.directory.prefill_addresses["prefill-0"] != address
         await asyncio.gather(*(router.score(job(number)) for number in range(60)))

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from cluster.routing.least_work_placer import LeastWorkPlacer
@@ -86,7 +85,6 @@ def run_ranks(
     *,
     waiting: int = 0,
     known: int | None = None,
-    path: Path | None = None,
     reply: Callable[[Submit], list[int]] = counted_on,
     **limits: Any,
 ) -> None:
@@ -100,7 +98,7 @@ def run_ranks(
         fakes = [FakeRank(f"attention-{i}", reply) for i in range(ranks)]
         for fake in fakes[:waiting]:
             fake.waits = True
-        addresses = {f.name: await f.listen(str(path / f.name) if path else None) for f in fakes}
+        addresses = {fake.name: await fake.listen() for fake in fakes}
         directory = dict(list(addresses.items())[:known])
 
         async def find(_: Directory) -> Directory:

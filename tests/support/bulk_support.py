@@ -18,8 +18,9 @@ from cluster.tools.bulk.records import (
     RowOutcome,
     RowRejection,
     RowRequest,
+    WindowLimits,
+    split_windows,
 )
-from cluster.tools.bulk.windows import WindowLimits, split_windows
 
 LABELS = ("no", "yes")
 JOB = {"labels": LABELS}

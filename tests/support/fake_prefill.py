@@ -53,10 +53,10 @@ class FakePrefill(FakeRank):
             )
         )
 
-    async def listen(self, path: str | None = None) -> str:
+    async def listen(self) -> str:
         """Return one address, however often it is called."""
         if self._address is None:
-            self._address = await super().listen(path)
+            self._address = await super().listen()
         return self._address
 
     def release(self, count: int | None = None) -> None:

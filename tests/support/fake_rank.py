@@ -67,11 +67,8 @@ class FakeRank:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
-    async def listen(self, path: str | None = None) -> str:
-        """Listen on a Unix socket at `path`, or on a TCP port. Return the client address."""
-        if path is not None:
-            self._server = await asyncio.start_unix_server(self._serve, path)
-            return f"unix:{path}"
+    async def listen(self) -> str:
+        """Listen on a free TCP port. Return the client address."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"tcp:127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

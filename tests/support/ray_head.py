@@ -184,3 +184,12 @@ def _end(started: subprocess.Popen[str]) -> None:
     started.wait(_END_TIMEOUT_S)
     if started.stdout is not None:
         started.stdout.close()
+
+
+def check_complete(lines: Iterator[str]) -> None:
+    """Check that the rest of an answer extends to its last token."""
+    chunks = [line for line in lines if line]
+    assert chunks[-1] == "data: [DONE]"
+    assert not [chunk for chunk in chunks if '"error"' in chunk]
+    events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,6 +1,5 @@
 """Ranks that a launcher starts, notifies and ends, without Ray."""
 
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from hashlib import sha256
@@ -13,7 +12,7 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import GroupSpec
 from cluster.fleet import membership
 from cluster.fleet.launch import launch_pipeline
-from cluster.fleet.nodes import Node, RankPlacement, RankRequest
+from cluster.fleet.nodes import Node, RankPlacement, RankRequest, seat_ranks
 from cluster.fleet.rank_group import Member, RankBundle, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
@@ -148,7 +147,8 @@ class StartedRanks:
         needs = {"CPU": CPU}
         requests = [RankRequest(*each, needs) for each in zip(kinds, numbers, strict=True)]
         made = GroupSpec(config, "", b"", 1, **{"backend": "shm", **group_spec})
-        (group,) = launch_pipeline(made, self.place(requests), Counter(), {})
+        placed = self.place(requests)
+        (group,) = launch_pipeline(made, placed, *seat_ranks([placed], config))
         return group
 
     def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> RankPlacement:

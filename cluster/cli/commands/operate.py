@@ -5,11 +5,30 @@ import math
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import add_config_options, config_from_options
+from cluster.cli.arguments import (
+    EXIT_ERROR,
+    Commands,
+    add_command,
+    add_config_options,
+    config_from_options,
+    pretty,
+)
+from cluster.cli.config_page import config_keys, render_table
+from cluster.fleet.targets_file import targets_path
+from cluster.observe.operator_client import (
+    fetch_status,
+    follow_scale,
+    print_status,
+    print_trace,
+    save_trace,
+    start_scale,
+    watch,
+)
 from cluster.observe.server_client import Server, check_url, tls_context
+from cluster.observe.terminal import Terminal
 from cluster.serving.settings import KEY_VARIABLE
-from cluster.tools.doctor.findings import print_findings
+from cluster.tools.doctor.findings import check_keys, print_findings
+from cluster.tools.doctor.server_checks import check_server
 from contracts.errors import ConfigError
 from contracts.scaling import FIELDS, MAX_RANKS_PER_KIND, ScaleTarget, format_counts
 from contracts.traces import MAX_TRACE_S
@@ -58,8 +77,6 @@ def add_status(commands: Commands) -> None:
 
 
 def run_status(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.observe.status_client import fetch_status, print_status, watch
-
     server = _server(options, environment)
     if options.watch is not None:
         if not (math.isfinite(options.watch) and options.watch >= 0.1):
@@ -100,8 +117,6 @@ def add_scale(commands: Commands) -> None:
 
 
 def run_scale(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.observe.scale_client import follow_scale, start_scale
-
     server = _server(options, environment)
     requested = ScaleTarget(**{name: getattr(options, name) for name in FIELDS})
     if not requested.counts:
@@ -146,8 +161,6 @@ def add_trace(commands: Commands) -> None:
 
 
 def run_trace(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.observe.trace_client import print_trace, save_trace
-
     server = _server(options, environment)
     if not 0 < options.seconds <= MAX_TRACE_S:
         raise ConfigError(f"--seconds {options.seconds}: give more than 0, {MAX_TRACE_S:g} at most")
@@ -188,10 +201,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def run_doctor(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.fleet.targets_file import targets_path
     from cluster.tools.doctor.config_checks import check_config
-    from cluster.tools.doctor.findings import check_keys
-    from cluster.tools.doctor.server_checks import check_server
 
     key, options.api_key = options.api_key, None  # the client's key, not the configuration's
     config = config_from_options(options)
@@ -223,9 +233,6 @@ def add_config(commands: Commands) -> None:
 
 
 def run_config(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.cli.config_table import config_keys, render_table
-    from cluster.observe.terminal import Terminal
-
     keys = config_keys(config_from_options(options))
     if options.json:
         print(pretty(keys))

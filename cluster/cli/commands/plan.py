@@ -4,9 +4,17 @@ import argparse
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from rich.progress import Progress
+
 from cluster.cli.arguments import Commands, add_command, pretty
 from cluster.fleet.hardware import known_hardware
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.placements import check_writable, write_placement
+from cluster.observe.terminal import Terminal
+from cluster.tools.place import place, print_placement
+from cluster.tools.plan.plan import plan_file, print_report, write_picture, write_trace
 from contracts.config import BUNDLED
+from contracts.errors import ConfigError
 
 _PLAN_EXAMPLE = """example:
   tandem plan spec.json
@@ -42,9 +50,6 @@ def add_plan(commands: Commands) -> None:
 
 
 def run_plan(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.tools.plan.plan import plan_file
-    from cluster.tools.plan.report import print_report, write_picture, write_trace
-
     report = plan_file(options.spec, devices=options.devices, beyond=options.beyond)
     if options.picture is not None:
         write_picture(report, options.picture)
@@ -67,8 +72,8 @@ is balanced over ranks; spare slots hold replicas. The table marks layers withou
 
 def add_place(commands: Commands) -> None:
     help_ = "Place experts on ranks, layer by layer, from a routing profile."
-    place = add_command(commands, "place", help_, _PLACE_EXAMPLE, run_place)
-    add = place.add_argument
+    command = add_command(commands, "place", help_, _PLACE_EXAMPLE, run_place)
+    add = command.add_argument
     add("profile", type=Path, metavar="routing.safetensors")
     add("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
     add("--ranks", type=int, required=True, metavar="N", help="expert ranks")
@@ -92,14 +97,6 @@ def add_place(commands: Commands) -> None:
 
 
 def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from rich.progress import Progress
-
-    from cluster.fleet.model_folder import resolve_model_folder
-    from cluster.fleet.placements import check_writable, write_placement
-    from cluster.observe.terminal import Terminal
-    from cluster.tools.place import as_json, place, print_report
-    from contracts.errors import ConfigError
-
     if options.seed < 0:
         raise ConfigError(f"--seed {options.seed}: give a number from 0")
     if options.output is not None:  # before minutes of search
@@ -108,7 +105,7 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
     errors = Terminal(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("placing", total=1.0)
-        report = place(
+        file, report = place(
             options.profile,
             folder,
             ranks=options.ranks,
@@ -118,11 +115,11 @@ def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]
             progress=lambda part: bar.update(task, completed=part),
         )
     if options.output is not None:
-        write_placement(report.file, options.output)
+        write_placement(file, options.output)
     if options.json:
-        print(pretty(as_json(report)))
+        print(pretty(report))
         return 0
-    print_report(report)
+    print_placement(report)
     if options.output is not None:
         print(f"written: {options.output}")
     return 0

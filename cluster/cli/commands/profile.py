@@ -7,12 +7,22 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.progress import Progress
+
 from cluster.cli.arguments import Commands, add_command, pretty
+from cluster.fleet.hardware import write_hardware
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.observe.terminal import Terminal
+from cluster.tools.bulk.records import Fields, InputRow
+from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
+from cluster.tools.plots import pyplot
 from contracts.config import BUNDLED
+from contracts.errors import ConfigError
+from models.prediction.routing_counts import COUNT_LIMITS, MAX_OVERSIZE, CountLimits
+from models.spec.checkpoint_files import ROUTING
 
 if TYPE_CHECKING:
     from cluster.tools.profile.routing_profile import RoutingReport
-    from models.prediction.routing_counts import CountLimits
 
 _EXAMPLE = """example:
   tandem profile --output here.json --plot here.png
@@ -68,11 +78,7 @@ def add_profile(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.fleet.hardware import write_hardware
-    from cluster.fleet.model_folder import resolve_model_folder
-    from cluster.tools.plots import pyplot
-    from cluster.tools.profile.hardware_profile import profile
-    from cluster.tools.profile.report import draw_profile, print_profile
+    from cluster.tools.profile.hardware_profile import draw_profile, print_profile, profile
 
     if options.routing:
         return _routing(options)
@@ -92,11 +98,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
 
 
 def _routing(options: argparse.Namespace) -> int:
-    from cluster.fleet.model_folder import resolve_model_folder
-    from cluster.tools.profile.report import print_routing
-    from cluster.tools.profile.routing_profile import merge_counts
-    from contracts.errors import ConfigError
-    from models.spec.checkpoint_files import ROUTING
+    from cluster.tools.profile.routing_profile import merge_counts, print_routing
 
     path, folder = options.output or Path(ROUTING), resolve_model_folder(options.model)
     limits = _limits(options)
@@ -118,9 +120,6 @@ def _routing(options: argparse.Namespace) -> int:
 
 
 def _limits(options: argparse.Namespace) -> CountLimits:
-    from contracts.errors import ConfigError
-    from models.prediction.routing_counts import COUNT_LIMITS, MAX_OVERSIZE
-
     for name, most in (
         ("paths", COUNT_LIMITS.paths * MAX_OVERSIZE),
         ("pairs", COUNT_LIMITS.pairs * MAX_OVERSIZE),
@@ -134,9 +133,6 @@ def _limits(options: argparse.Namespace) -> CountLimits:
 
 
 def _measured(options: argparse.Namespace, folder: Path, limits: CountLimits) -> RoutingReport:
-    from rich.progress import Progress
-
-    from cluster.observe.terminal import Terminal
     from cluster.tools.profile.routing_profile import routing_profile
 
     with Progress(console=Terminal(stderr=True), transient=True) as bar:
@@ -152,9 +148,6 @@ def _measured(options: argparse.Namespace, folder: Path, limits: CountLimits) ->
 
 
 def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
-    from cluster.tools.bulk.records import Fields, InputRow
-    from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
-
     sources = find_sources(inputs)
     for row in read_all(sources, Fields(text=field), ReadProgress(0)):
         if isinstance(row, InputRow):

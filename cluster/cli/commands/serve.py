@@ -7,8 +7,12 @@ import threading
 from collections.abc import MutableMapping
 from functools import partial
 
-from cluster.cli.arguments import Commands, add_command
-from cluster.cli.config_options import add_config_options, config_from_options
+from cluster.cli.arguments import (
+    Commands,
+    add_command,
+    add_config_options,
+    config_from_options,
+)
 from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
 from contracts.config import GroupsConfig, ServeConfig, TandemConfig
 from contracts.errors import ConfigError

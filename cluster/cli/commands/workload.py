@@ -9,12 +9,23 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import add_config_options, config_from_options
+from rich.progress import Progress
+
+from cluster.cli.arguments import (
+    EXIT_ERROR,
+    Commands,
+    add_command,
+    add_config_options,
+    config_from_options,
+    pretty,
+)
 from cluster.observe.server_client import check_url
 from cluster.observe.terminal import Terminal
 from cluster.serving.settings import KEY_VARIABLE, prepare_cluster_environment
+from cluster.tools.bench.bench import bench, draw_bench, print_bench, result_json, write_result
+from cluster.tools.bench.load_generator import BenchSettings
 from cluster.tools.bulk.job import EXAMPLE, add_options, parse_fields, parse_job
+from cluster.tools.plots import pyplot
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 from contracts.logs import set_up_logging
@@ -43,8 +54,7 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
     if options.address is None:
         prepare_cluster_environment(config, environment)
 
-    from cluster.tools.bulk.run import run_bulk, summary_line
-    from cluster.tools.bulk.workers import own_workers, running_workers
+    from cluster.tools.bulk.run import own_workers, run_bulk, running_workers, summary_line
 
     workers = (
         running_workers(options.address, config.serve.name, environment)
@@ -134,13 +144,6 @@ def add_bench(commands: Commands) -> None:
 
 def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     """Run the load; return 2 if no request was answered."""
-    from rich.progress import Progress
-
-    from cluster.tools.bench.bench import bench
-    from cluster.tools.bench.load_generator import BenchSettings
-    from cluster.tools.bench.report import draw_bench, print_bench, result_json, write_result
-    from cluster.tools.plots import pyplot
-
     _check(options)
     if options.picture is not None:  # before the load
         pyplot(options.picture, "--picture")

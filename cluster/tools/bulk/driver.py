@@ -14,11 +14,16 @@ from typing import Protocol
 import msgspec
 
 from cluster.tools.bulk.job import BulkJob
-from cluster.tools.bulk.journal import Committed, Journal
-from cluster.tools.bulk.output import Output
+from cluster.tools.bulk.output import Committed, Journal, Output
 from cluster.tools.bulk.progress import RowTally
-from cluster.tools.bulk.records import Reject, RowOutcome, RowRejection, RowRequest
-from cluster.tools.bulk.windows import Window, split_chunks
+from cluster.tools.bulk.records import (
+    Reject,
+    RowOutcome,
+    RowRejection,
+    RowRequest,
+    Window,
+    split_chunks,
+)
 from contracts.clock import monotonic_s
 from contracts.errors import JobError, first_error
 

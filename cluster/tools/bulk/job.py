@@ -4,7 +4,7 @@ import argparse
 import csv
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,12 +14,11 @@ from cluster.classification.classify import (
     applicable_labels,
     check_questions,
     check_task,
+    fill_template,
     render_prompt,
 )
-from cluster.tools.bulk.records import Fields, GeneratedRow, InputRow, RowAnswer
-from cluster.tools.bulk.requester import MAX_TOKENS, RequestTask
+from cluster.tools.bulk.records import Fields, GeneratedRow, InputRow, RowAnswer, WindowLimits
 from cluster.tools.bulk.sources import Source
-from cluster.tools.bulk.windows import WindowLimits
 from contracts.errors import ConfigError
 from contracts.json_input import read_json_file
 from contracts.requests import Priority
@@ -27,9 +26,26 @@ from contracts.requests import Priority
 IN_FLIGHT_ROWS = 512
 CHUNK_ROWS = 64
 CHUNK_REQUESTS = 8
+MAX_TOKENS = 256  # of an answer, by default
 PROB_DIGITS = 7  # logits of two runs differ by up to 1e-5
 _HEAD_BYTES = 64 << 10
 _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its working directory
+
+
+class RequestTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of a job's rows.
+
+    template: of the prompt to generate from. fields: added to each body. is_json: the answer must
+    be complete JSON.
+    """
+
+    kind: Literal["generate", "score"]
+    template: str = "{text}"
+    fields: dict[str, Any] = {}
+    is_json: bool = False
+
+    def prompt(self, prefix: str, text: str) -> str:
+        return fill_template(self.template, {"prefix": prefix, "text": text})
 
 
 class BulkJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,11 +23,10 @@ from cluster.fleet.replies import Directory, checked
 from cluster.routing.pipeline_backend import Backend
 from cluster.serving.application import groups_handle
 from cluster.serving.ingress_app import build_row_app, pipelines, served_model
-from cluster.tools.bulk.classifier import RowClassifier
+from cluster.tools.bulk.answering import RowClassifier, RowRequester
 from cluster.tools.bulk.driver import RouterLostError
 from cluster.tools.bulk.job import BulkJob, model_digest
 from cluster.tools.bulk.records import RowOutcome, RowRequest
-from cluster.tools.bulk.requester import RowRequester
 from contracts.config import TandemConfig
 from contracts.errors import JobError, TandemError
 from contracts.interpreter import freeze_heap

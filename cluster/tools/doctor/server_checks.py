@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.fleet.targets_file import read_targets
 from cluster.http.response_types import Status
+from cluster.observe.operator_client import busy_seconds, fetch_status
 from cluster.observe.server_client import Server, bearer, get_monitored, read_answer
-from cluster.observe.status_client import busy_seconds, fetch_status
 from cluster.tools.doctor.findings import Finding
 from contracts import metrics
 from contracts.errors import ConfigError

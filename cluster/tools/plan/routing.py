@@ -1,17 +1,11 @@
 """`tandem plan` with a routing profile: copies and load of experts in order and placed."""
 
-import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from actors.planning.planner_inputs import layer_routing
-from contracts.errors import ConfigError
-from models.prediction.routing_counts import RoutingCounts
-from models.spec.model import ModelSpec
-from planner.costs.routing_shape import RoutingByRanks, RoutingShape, Spread, uniform
+from planner.costs.routing_shape import RoutingShape, Spread, uniform
 from planner.placement.layout import PlacementCosts
 from planner.placement.routing import LayerRouting
 from planner.placement.slots import Line, contiguous, contiguous_line, layer_slots
@@ -54,100 +48,51 @@ class ProfiledRouting(NamedTuple):
     spare_slots: int
 
 
-def read_routing(
-    given: str,
-    spare_slots: int,
-    split: tuple[int, int] | None,
-    folder: Path | None,
-    spec: ModelSpec,
-    where: str,
-) -> ProfiledRouting:
-    """Read a routing profile.
+class PlacedRouting:
+    """Routing with experts in order, each once, or as the solver places them. A `RoutingByRanks`.
 
-    split: ranks of both groups, if known. Raises ConfigError or CheckpointError.
-    """
-    if folder is None:
-        raise ConfigError(
-            f"{where}: routing: a profile is of one checkpoint: give model as its folder, not as "
-            "the fields of its config.json"
-        )
-    share = 1 if split is None else spec.num_experts // split[1]
-    if spare_slots > max(0, spec.num_experts - share):
-        raise ConfigError(
-            f"{where}: spare_slots: {spare_slots} beside a rank's share of {share} or more of "
-            f"{spec.num_experts} experts: give at most {max(0, spec.num_experts - share)}"
-        )
-    counts = RoutingCounts.read(Path(given).expanduser(), folder, spec)
-    layers = [layer_routing(counts, layer) for layer in spec.moe_layers]
-    return ProfiledRouting(layers, spare_slots)
-
-
-def in_order(profiled: ProfiledRouting, workload: Workload) -> RoutingByRanks:
-    """Return the routing with experts in order, each once."""
-
-    @functools.cache
-    def of_ranks(ranks: int) -> RoutingShape:
-        def line(routing: LayerRouting, slots: tuple[int, ...]) -> Line:
-            return contiguous_line(routing.load(), slots)
-
-        return _shape_of(profiled, workload, ranks, 0, line)
-
-    return of_ranks
-
-
-class SolvedRouting:
-    """Routing with experts as the solver places them, with replicas in spare slots.
-
-    Minimizes the cost model's layer time. A `RoutingByRanks`: sketched, except for refined numbers
-    of ranks.
+    The solver has replicas in spare slots and minimizes the cost model's layer time: sketched,
+    except for refined numbers of ranks.
     """
 
-    def __init__(self, profiled: ProfiledRouting, workload: Workload) -> None:
-        self._profiled, self._workload = profiled, workload
+    def __init__(self, profiled: ProfiledRouting, workload: Workload, *, is_solved: bool) -> None:
+        self._profiled, self._workload, self._is_solved = profiled, workload, is_solved
         self._found: dict[int, RoutingShape] = {}
 
     def __call__(self, ranks: int) -> RoutingShape:
         if ranks not in self._found:
-            self._found[ranks] = self._placed(ranks, SKETCH)
+            self._found[ranks] = self._shape(ranks, SKETCH)
         return self._found[ranks]
 
     def refine(self, *numbers: int) -> None:
         for ranks in set(numbers):
-            self._found[ranks] = self._placed(ranks, THOROUGH)
+            self._found[ranks] = self._shape(ranks, THOROUGH)
 
-    def _placed(self, ranks: int, work: int) -> RoutingShape:
-        costs = _costs(self._workload, ranks)
+    def _shape(self, ranks: int, work: int) -> RoutingShape:
+        profiled, experts = self._profiled, self._workload.shape.num_experts
+        if (
+            ranks > experts
+        ):  # the search refuses such a split; without one, devices may lack experts
+            return uniform(self._workload.shape, ranks)
+        shares = contiguous(experts, ranks, num_layers=1, moe_layers=[0]).slots_per_rank
+        spare = profiled.spare_slots if self._is_solved else 0
+        slots = tuple(min(experts, share + spare) for share in shares)
 
-        def line(routing: LayerRouting, slots: tuple[int, ...]) -> Line:
+        def place(routing: LayerRouting) -> Line:
+            if not self._is_solved:
+                return contiguous_line(routing.load(), slots)
+            costs = _costs(self._workload, ranks)
             return solve_layer(routing, slots, costs=costs, work=work)
 
-        spare = self._profiled.spare_slots
-        return _shape_of(self._profiled, self._workload, ranks, spare, line)
-
-
-def _shape_of(
-    profiled: ProfiledRouting,
-    workload: Workload,
-    ranks: int,
-    spare: int,
-    place: Callable[[LayerRouting, tuple[int, ...]], Line],
-) -> RoutingShape:
-    experts = workload.shape.num_experts
-    if (
-        ranks > experts
-    ):  # the search refuses such a split; without a split, some devices hold no experts
-        return uniform(workload.shape, ranks)
-    shares = contiguous(experts, ranks, num_layers=1, moe_layers=[0]).slots_per_rank
-    slots = tuple(min(experts, share + spare) for share in shares)
-    sampled = _spaced(len(profiled.layers), LAYERS)
-    found = routing_shape(
-        [
-            (split_sample(routing)[1], layer_slots(place(routing, slots), slots))
-            for routing in map(profiled.layers.__getitem__, sampled)
-        ]
-    )
-    nearest = [_nearest(layer, sampled) for layer in range(len(profiled.layers))]
-    return RoutingShape(tuple(found.layers[each] for each in nearest))
+        sampled = _spaced(len(profiled.layers), LAYERS)
+        found = routing_shape(
+            [
+                (split_sample(routing)[1], layer_slots(place(routing), slots))
+                for routing in map(profiled.layers.__getitem__, sampled)
+            ]
+        )
+        nearest = [_nearest(layer, sampled) for layer in range(len(profiled.layers))]
+        return RoutingShape(tuple(found.layers[each] for each in nearest))
 
 
 def _spaced(count: int, most: int) -> list[int]:

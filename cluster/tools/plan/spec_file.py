@@ -6,14 +6,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from actors.planning.planner_inputs import shape_of
+from actors.planning.planner_inputs import layer_routing, shape_of
 from cluster.fleet.hardware import load_hardware
 from cluster.fleet.model_folder import download_config, is_hub_id, resolve_model_folder
-from cluster.tools.plan.routing import ProfiledRouting, read_routing
+from cluster.tools.plan.routing import ProfiledRouting
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError, TandemError
 from contracts.hardware import Hardware
 from contracts.json_input import read_json_file, struct_from
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.config_fields import ConfigFields, find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import element_bytes
@@ -178,15 +179,33 @@ def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelPro
 def _profiled(
     file: ModelFile, spec: ModelSpec, split: tuple[int, int] | None, where: str
 ) -> ProfiledRouting | None:
+    """Read the routing profile. split: ranks of both groups, if known.
+
+    Raises ConfigError or CheckpointError.
+    """
+    spare_slots = file.spare_slots
     if file.routing is None:
-        if file.spare_slots:
+        if spare_slots:
             raise ConfigError(
-                f"{where}: spare_slots: {file.spare_slots} without routing: the gain of replicas "
+                f"{where}: spare_slots: {spare_slots} without routing: the gain of replicas "
                 "depends on it; give a file of tandem profile --routing"
             )
         return None
     folder = _folder(file.model) if isinstance(file.model, str) else None
-    return read_routing(file.routing, file.spare_slots, split, folder, spec, where)
+    if folder is None:
+        raise ConfigError(
+            f"{where}: routing: a profile is of one checkpoint: give model as its folder, not as "
+            "the fields of its config.json"
+        )
+    share = 1 if split is None else spec.num_experts // split[1]
+    if spare_slots > max(0, spec.num_experts - share):
+        raise ConfigError(
+            f"{where}: spare_slots: {spare_slots} beside a rank's share of {share} or more of "
+            f"{spec.num_experts} experts: give at most {max(0, spec.num_experts - share)}"
+        )
+    counts = RoutingCounts.read(Path(file.routing).expanduser(), folder, spec)
+    layers = [layer_routing(counts, layer) for layer in spec.moe_layers]
+    return ProfiledRouting(layers, spare_slots)
 
 
 def _tier(given: OffloadFile, computed_bits: int, where: str) -> Tier:

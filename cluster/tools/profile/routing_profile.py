@@ -6,6 +6,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from cluster.observe.terminal import Terminal, plain_table
 from contracts.errors import ConfigError
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
@@ -106,3 +107,16 @@ def _rows(tokenizer: Tokenizer, texts: Iterable[str], left: int) -> Iterator[Seq
             left -= len(ids)
         if left <= 1:
             return
+
+
+def print_routing(report: RoutingReport) -> None:
+    table = plain_table("layer", *PREDICTOR_KINDS)
+    table.title = (
+        "fraction of experts that guesses made in the layer before predict, on held-out text"
+    )
+    for precision in report.layers:
+        found = (f"{precision.hit_fraction[kind]:.3f}" for kind in PREDICTOR_KINDS)
+        table.add_row(str(precision.layer), *found)
+    console = Terminal()
+    console.print(f"{report.counts.counted} of {report.tokens} tokens counted")
+    console.print(table)

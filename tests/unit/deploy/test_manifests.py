@@ -15,16 +15,15 @@ import pytest
 import ray
 import yaml
 
-from cluster.cli.arguments import Parser
+from cluster.cli.arguments import Parser, config_from_options
 from cluster.cli.commands import serve
-from cluster.cli.config_options import config_from_options
 from cluster.cli.main import main
 from cluster.http.app import build_app
 from cluster.serving.serve_app import build_serve_app
 from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import TandemConfig
 from dashboards.rules import alerts
-from deploy.args import serve_config
+from deploy.app import serve_config
 from tests.architecture.support import ROOT
 from tests.support.manifests import KUBERNETES, OVERLAYS, Manifest, documents, faults, render
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ import msgspec
 import pytest
 import ray
 
-from cluster.cli.arguments import EXIT_ERROR
-from cluster.cli.config_options import config_from_options
-from cluster.cli.config_page import TARGET, page
-from cluster.cli.config_table import config_keys
+from cluster.cli.arguments import EXIT_ERROR, config_from_options
+from cluster.cli.config_page import TARGET, config_keys, page
 from cluster.cli.main import _parser, main
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
@@ -36,7 +34,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the one error line of a command."""
+    """Return the one error line of a command, which has `parts`."""
 
     def no_ray(*_: object, **__: object) -> None:
         pytest.fail("Ray was started for a configuration that cannot work")
@@ -44,8 +42,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]  # the default port may be in use
 
-    def call(command: str, *arguments: str) -> str:
-        return error_line(capsys, command, "--set", f"http.port={port}", *arguments)
+    def call(command: str, *arguments: str, parts: Sequence[str] = ()) -> str:
+        line = error_line(capsys, command, "--set", f"http.port={port}", *arguments)
+        assert all(part in line for part in parts), (line, parts)
+        return line
 
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -80,9 +80,7 @@ def test_unusable_setting_is_named(run: Run, setting: str, parts: list[str]) -> 
     for command in ("serve", "doctor"):
         if command == "doctor" and setting.startswith(("http.port=0", "http.front")):
             continue  # valid configurations, but not for `tandem serve`
-        line = run(command, "--set", setting)
-        for part in parts:
-            assert part in line
+        run(command, "--set", setting, parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +98,12 @@ def test_unusable_configuration_file_is_named(
     run: Run, tmp_path: Path, name: str, content: bytes, parts: list[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    line = run("serve", "--config", str(tmp_path / name))
-    for part in parts:
-        assert part in line
+    run("serve", "--config", str(tmp_path / name), parts=parts)
 
 
 def test_unreadable_configuration_file_is_named(run: Run, tmp_path: Path) -> None:
-    assert "No such file" in run("serve", "--config", str(tmp_path / "none.yaml"))
-    assert "Is a directory" in run("serve", "--config", str(tmp_path))
+    run("serve", "--config", str(tmp_path / "none.yaml"), parts=["No such file"])
+    run("serve", "--config", str(tmp_path), parts=["Is a directory"])
 
 
 # --- models
@@ -135,9 +131,7 @@ def test_unusable_model_is_reported(
     run: Run, model: Path, damage: Callable[[Path], object], parts: list[str]
 ) -> None:
     damage(model)
-    line = run("serve", "--model", str(model))
-    for part in parts:
-        assert part in line
+    run("serve", "--model", str(model), parts=parts)
 
 
 # --- tokenizers and chat templates
@@ -181,13 +175,11 @@ def test_serve_and_doctor_report_unusable_tokenizer_or_chat_template(
 ) -> None:
     folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
     broken(folder)
-    line = run("serve", "--model", str(folder))
+    run("serve", "--model", str(folder), parts=parts)
     assert main(["doctor", "--model", str(folder), "--json"]) == 2
     findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
     assert findings["tokenizer"]["level"] == "error"
-    for part in parts:
-        assert part in line
-        assert part in findings["tokenizer"]["found"]
+    assert all(part in findings["tokenizer"]["found"] for part in parts)
 
 
 def test_doctor_warns_about_missing_chat_template(
@@ -210,46 +202,34 @@ def test_doctor_warns_about_missing_chat_template(
 def test_busy_port_is_reported(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = run("serve", "--port", str(port))
-    assert f"http.port={port}" in line
-    assert "in use" in line
-    assert "--port" in line
+        run("serve", "--port", str(port), parts=[f"http.port={port}", "in use", "--port"])
 
 
 def test_foreign_host_address_is_reported(run: Run) -> None:
-    assert "http.host=203.0.113.7 http" in run("serve", "--host", "203.0.113.7", "--api-key", "a")
-    assert "without http.api_keys" in run("serve", "--host", "203.0.113.7")
+    host = ("--host", "203.0.113.7")
+    run("serve", *host, "--api-key", "a", parts=["http.host=203.0.113.7 http"])
+    run("serve", *host, parts=["without http.api_keys"])
 
 
 def test_more_ranks_than_cores_is_reported(run: Run) -> None:
     cpus = 4 * (os.cpu_count() or 1)
-    line = run("serve", "--set", f"groups.cpus_per_rank={cpus}")
-    assert f"need {2 * cpus}" in line
-    assert "groups.cpus_per_rank" in line
+    parts = [f"need {2 * cpus}", "groups.cpus_per_rank"]
+    run("serve", "--set", f"groups.cpus_per_rank={cpus}", parts=parts)
 
 
 def test_more_expert_ranks_than_experts_is_reported(run: Run) -> None:
-    line = run("serve", "--expert-ranks", "17", "--set", "groups.cpus_per_rank=0")
-    assert "groups.expert_ranks=17" in line
-    assert "16 experts" in line
-
-
-@pytest.fixture
-def closed_port() -> int:
-    return free_port()
+    parts = ["groups.expert_ranks=17", "16 experts"]
+    run("serve", "--expert-ranks", "17", "--set", "groups.cpus_per_rank=0", parts=parts)
 
 
 def test_ray_address_without_listener_is_reported(
-    run: Run, closed_port: int, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = f"127.0.0.1:{closed_port}"
-    line = run("serve", "--set", f"groups.address={address}")
-    assert address in line
-    assert "refused" in line
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    assert address in run("serve")
-    monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
-    assert address in run("serve")
+    address = f"127.0.0.1:{free_port()}"
+    run("serve", "--set", f"groups.address={address}", parts=[address, "refused"])
+    for given in (address, f"ray://{address}"):
+        monkeypatch.setenv("RAY_ADDRESS", given)
+        run("serve", parts=[address])
 
 
 def test_foreign_server_at_ray_address_is_reported(run: Run) -> None:
@@ -261,15 +241,14 @@ def test_foreign_server_at_ray_address_is_reported(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         web = threading.Thread(target=answer, args=(listener,))
         web.start()
-        line = run("serve", "--set", f"groups.address=127.0.0.1:{listener.getsockname()[1]}")
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        run("serve", "--set", f"groups.address={address}", parts=["what listens there is not Ray"])
         web.join(10.0)
-    assert "what listens there is not Ray" in line
 
 
 def test_unknown_ray_host_is_reported(run: Run) -> None:
-    assert "no.such.host.invalid:6379" in run(
-        "serve", "--set", "groups.address=no.such.host.invalid:6379"
-    )
+    address = "no.such.host.invalid:6379"
+    run("serve", "--set", f"groups.address={address}", parts=[address])
 
 
 # --- commands

@@ -12,8 +12,6 @@ from cluster.fleet.nodes import (
     Node,
     RankPlacement,
     check_resources,
-    core_shares,
-    kv_ranks,
     rank_requests,
     resolve_backend,
     resolve_device,
@@ -53,17 +51,6 @@ def test_backend_follows_placement_unless_configured() -> None:
     assert resolve_backend(configured, "cpu", ["a"]).backend == "tcp"
 
 
-@pytest.mark.parametrize("kind", ["gathered", "hybrid"])
-def test_experts_are_gathered_by_copy_engines_in_a_node_and_by_nccl_between_nodes(
-    kind: str,
-) -> None:
-    alone = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
-    config = load_config(None, [*alone, f"prefill.experts={kind}"])
-    assert resolve_backend(config, "cuda", ["a", "a"]).backend == "ipc"
-    assert resolve_backend(config, "cpu", ["a", "b"]).backend == "tcp"
-    assert resolve_backend(config, "cuda", ["a", "b"]).backend == "nccl"
-
-
 def test_each_rank_requests_its_share_and_group_resources() -> None:
     config = load_config(
         None,
@@ -90,8 +77,7 @@ def seats_on(nodes: str, prefill_nodes: str, device: str, *settings: str) -> lis
         placed(config, (Group.ATTENTION, Group.EXPERT), nodes, device),
         placed(config, (Group.PREFILL,), prefill_nodes, device),
     ]
-    each = (seat_ranks(one, kv_ranks(both), core_shares(both)) for one in both)
-    return [seat for seats in each for seat in seats]
+    return [seat for seats in seat_ranks(both, config) for seat in seats]
 
 
 def test_ranks_of_both_pipelines_share_the_kv_memory_of_their_node() -> None:

@@ -23,7 +23,7 @@ from cluster.fleet.placements import (
     write_placement,
 )
 from cluster.serving.server import preflight
-from cluster.tools.bulk.workers import own_workers
+from cluster.tools.bulk.run import own_workers
 from cluster.tools.doctor.config_checks import check_config
 from cluster.tools.doctor.findings import Finding
 from cluster.tools.doctor.rank_checks import group_weight_bytes, prefill_weight_bytes

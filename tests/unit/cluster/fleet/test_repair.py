@@ -176,7 +176,8 @@ def test_lost_planner_is_replaced_and_never_fails_a_group() -> None:
     assert rig.planner.members[0].replacement_reason == "planner-0: its actor died"
 
 
-def test_supervision_continues_after_a_failed_round() -> None:
+def test_supervision_continues_after_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.fleet.fleet, "CHECK_PERIOD_S", 0.01)
     rounds: list[int] = []
     again = threading.Event()
 
@@ -202,7 +203,8 @@ class Rig(StartedRanks):
         super().__init__(monkeypatch)
         self.next_answers: dict[str, dict[str, Any]] = {}
         self.next = lambda rank: rank.answers.update(self.next_answers.pop(rank.name, {}))
-        monkeypatch.setattr(cluster.fleet.fleet, "RETRY_S", 0.01)
+        for period in ("RETRY_S", "CHECK_PERIOD_S"):
+            monkeypatch.setattr(cluster.fleet.fleet, period, 0.01)
         config: TandemConfig = config_from(
             {
                 "groups": {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 3},

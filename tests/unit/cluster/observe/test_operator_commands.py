@@ -12,10 +12,9 @@ import pytest
 from cluster.cli.main import main
 from cluster.http import admin
 from cluster.http.server import free_port
-from cluster.observe import scale_client as client
-from cluster.observe import status_client
+from cluster.observe import operator_client as client
+from cluster.observe.operator_client import fetch_status, watch
 from cluster.observe.server_client import Server
-from cluster.observe.status_client import fetch_status, watch
 from contracts.config import HttpConfig
 from contracts.errors import ConfigError, NotReadyError, OverloadError
 from contracts.ranks import RankStatus
@@ -304,7 +303,7 @@ def test_foreign_server_is_reported_and_endless_answer_is_cut(
     with serve_api(folder, fetch_status=_answers(_rank(1.0, 2.0))) as api:
         with pytest.raises(ConfigError, match="answered 404, and not as Tandem does"):
             fetch_status(Server(f"{api.url}/nowhere"))
-        monkeypatch.setattr(status_client, "_MAX_BYTES", 100)
+        monkeypatch.setattr(client, "_MAX_BYTES", 100)
         with pytest.raises(ConfigError, match="no end after"):
             fetch_status(Server(api.url))
 

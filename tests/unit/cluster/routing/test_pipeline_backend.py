@@ -2,7 +2,6 @@
 
 import asyncio
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Priority, Sampling, chain_hashes
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async, until
-from tests.support.attention_ranks import run_ranks, with_ranks
+from tests.support.attention_ranks import with_ranks
 from tests.support.fake_prefill import FakePrefill, routing
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.manual_clock import ManualClock
@@ -42,14 +41,6 @@ async def tokens_of(backend: PipelineBackend, wanted: Submit) -> list[int]:
             else:
                 assert isinstance(event, Finished)
     return out
-
-
-@pytest.mark.parametrize("use_unix", [True, False])
-def test_tokens_arrive_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        assert await tokens_of(backend, submit()) == [1, 2, 3, 4]
-
-    run_ranks(body, path=tmp_path if use_unix else None, reply=lambda _: [1, 2, 3, 4])
 
 
 @on_ranks()

@@ -203,12 +203,6 @@ async def test_requests_beyond_max_waiting_are_sent_as_rank_answers(
 WHOLE = list(range(40, 40 + WANTED))
 
 
-@pytest.fixture(autouse=True)
-def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
-        monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
-
-
 @with_ranks(5, known=5)
 async def test_stream_resumes_after_any_number_of_handovers(
     backend: PipelineBackend, ranks: list[FakeRank]

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayError
 
 from cluster.serving import shutdown
-from cluster.serving.launcher import Launcher
+from cluster.serving.serve_app import Launcher
 from cluster.serving.shutdown import drain, wait_for_shutdown, wait_idle
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError

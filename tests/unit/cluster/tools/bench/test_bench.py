@@ -61,7 +61,7 @@ def server(answer: Answer, models: Any = None) -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
         found.daemon_threads = True
-        thread = threading.Thread(target=found.serve_forever)
+        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{found.server_port}"
         found.shutdown()

@@ -12,7 +12,7 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
-from cluster.tools.bulk.classifier import RowClassifier
+from cluster.tools.bulk.answering import RowClassifier
 from cluster.tools.bulk.driver import RouterLostError
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.records import InputRecord, RowAnswer, RowOutcome, RowRejection, RowRequest

@@ -12,8 +12,7 @@ import ray
 from cluster.cli.main import main
 from cluster.observe.terminal import Terminal
 from cluster.tools.bulk.job import check_job
-from cluster.tools.bulk.run import run_bulk
-from cluster.tools.bulk.workers import WorkerSource
+from cluster.tools.bulk.run import WorkerSource, run_bulk
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from tests.support.bulk_support import bulk_job

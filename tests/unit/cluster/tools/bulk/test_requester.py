@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.tools.bulk.job import BulkJob, add_options, parse_job
+from cluster.tools.bulk.answering import RowRequester
+from cluster.tools.bulk.job import BulkJob, RequestTask, add_options, parse_job
 from cluster.tools.bulk.records import GeneratedRow, InputRow, RowAnswer, RowOutcome, RowRequest
-from cluster.tools.bulk.requester import RequestTask, RowRequester
 from contracts.errors import ConfigError, NotReadyError
 from tests.support.api_harness import Api, serve_api
 from tests.support.bulk_support import bulk_job
 from tests.support.fake_rank import FakeRank
+from tests.support.one_line_errors import one_line_error
 from tests.support.tiny_tokenizer import CHATML, write_byte_level
 
 ROWS = [RowRequest("p", "one {prefix}"), RowRequest("", "two")]
@@ -97,10 +98,8 @@ def test_unavailable_ranks_end_the_job(api: Api) -> None:
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with one_line_error(ConfigError, message):
         job(*options)
-    assert message in error.value.message
-    assert "\n" not in error.value.message
 
 
 def test_options_become_requests(tmp_path: Path) -> None:
