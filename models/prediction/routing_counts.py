@@ -164,9 +164,11 @@ def merge_samples(
     else:
         of_one = int(random.binomial(limit, seen / (seen + other_seen)))
     of_one = max(min(of_one, len(one.ids_P2)), limit - len(other.ids_P2))
-    parts = subsample(one, of_one), subsample(other, limit - of_one)
-    ids, paths = zip(*parts, strict=True)
-    return RoutingPaths(np.concatenate(ids), np.concatenate(paths))
+    one, other = subsample(one, of_one), subsample(other, limit - of_one)
+    return RoutingPaths(
+        np.concatenate((one.ids_P2, other.ids_P2)),
+        np.concatenate((one.paths_PLK, other.paths_PLK)),
+    )
 
 
 class CountLimits(NamedTuple):
