@@ -122,7 +122,8 @@ class DeviceTier:
         if not waiting:
             return ()
         self._hints = [mark for mark in self._hints if not self._lane.has_passed(mark)]
-        room, part_s, found = MAX_HINTS_IN_FLIGHT - len(self._hints), self._part_s, []
+        room, found = MAX_HINTS_IN_FLIGHT - len(self._hints), []
+        part_s = max(_MIN_S, self._lane.copied_s / max(1, self._lane.copies))  # 0: skipped
         for ticket, request in sorted(waiting, key=lambda item: (item[1].urgency, item[0])):
             if not request.is_skipped and request.urgency >= HINT_URGENCY:
                 if room <= 0:
@@ -225,11 +226,6 @@ class DeviceTier:
                 del self._slots[layer][expert]
                 self._snapshots.pop(layer, None)
         return max((mark for mark in marks if mark), key=lambda mark: mark.number, default=None)
-
-    @property
-    def _part_s(self) -> float:
-        """Mean time to copy a part; minimal while unknown."""
-        return max(_MIN_S, self._lane.copied_s / max(1, self._lane.copies))
 
 
 def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_RowRange]]:

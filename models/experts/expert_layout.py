@@ -49,13 +49,9 @@ class ExpertLayout:
         """Return a packed product without a weight. matrix 0: gate_up, 1: down."""
         return PackedLinear(torch.zeros(self.plain_shapes[matrix], dtype=self.dtype), bias_N)
 
-    def empty(self, experts: int) -> tuple[Tensor, ...]:
-        """Return a tensor [experts, *shape] for each of `shapes`, on the device."""
-        return tuple(self._empty((experts, *shape)) for shape in self.shapes)
-
-    def empty_biases(self, experts: int) -> tuple[Tensor, ...]:
-        """Return only the biases of `empty`."""
-        return tuple(self._empty((experts, *shape)) for shape in self.shapes[_MATRICES:])
+    def empty(self, experts: int, first: int = 0) -> tuple[Tensor, ...]:
+        """Return a tensor [experts, *shape] for each of `shapes` from `first` on, on the device."""
+        return tuple(self._empty((experts, *shape)) for shape in self.shapes[first:])
 
     def num_bytes(self, experts: int) -> int:
         return sum(self._sizes_bytes(experts))
@@ -108,7 +104,7 @@ class ExpertBuffer:
 
     def _packed(self) -> list[ExpertLinears]:
         """Make gate_up and down in memory of the packed layout."""
-        biases = self._layout.empty_biases(self._experts)
+        biases = self._layout.empty(self._experts, _MATRICES)
         of_experts: Sequence[Sequence[Tensor | None]] = [list(bias_EN) for bias_EN in biases]
         both = [
             [self._layout.new_linear(matrix, bias_N) for bias_N in bias_EN]

@@ -113,9 +113,6 @@ class RoutingPaths(NamedTuple):
     ids_P2: NDArray[np.int32]
     paths_PLK: NDArray[np.int16]
 
-    def select(self, which: NDArray[np.int64]) -> RoutingPaths:
-        return RoutingPaths(self.ids_P2[which], self.paths_PLK[which])
-
 
 class PathSample:
     """A sample of at most `limit` tokens, which depends on tokens and seed, not on batches."""
@@ -148,32 +145,26 @@ def subsample(paths: RoutingPaths, limit: int) -> RoutingPaths:
     if len(paths.ids_P2) <= limit:
         return paths
     random = np.random.default_rng(len(paths.ids_P2))
-    return paths.select(np.sort(random.choice(len(paths.ids_P2), limit, replace=False)))
+    which = np.sort(random.choice(len(paths.ids_P2), limit, replace=False))
+    return RoutingPaths(paths.ids_P2[which], paths.paths_PLK[which])
 
 
 def merge_samples(
     one: RoutingPaths, seen: int, other: RoutingPaths, other_seen: int, limit: int
 ) -> RoutingPaths:
     """Merge two samples of `seen` and `other_seen` tokens into one of all tokens."""
-    if len(one.ids_P2) + len(other.ids_P2) <= limit and (
-        len(one.ids_P2) == seen and len(other.ids_P2) == other_seen
-    ):
-        return _concatenate(one, other)
-    limit = min(limit, *(  # limited by the sparser sample
+    limit = min([limit, *(  # limited by the sparser sample
         len(paths.ids_P2) * (seen + other_seen) // count
         for paths, count in ((one, seen), (other, other_seen))
         if count
-    ))  # fmt: skip
+    )])  # fmt: skip
     random = np.random.default_rng([seen, other_seen])
     if max(seen, other_seen) < _MAX_EXACT // 2:
         of_one = int(random.hypergeometric(seen, other_seen, min(limit, seen + other_seen)))
     else:
         of_one = int(random.binomial(limit, seen / (seen + other_seen)))
     of_one = max(min(of_one, len(one.ids_P2)), limit - len(other.ids_P2))
-    return _concatenate(subsample(one, of_one), subsample(other, limit - of_one))
-
-
-def _concatenate(one: RoutingPaths, other: RoutingPaths) -> RoutingPaths:
+    one, other = subsample(one, of_one), subsample(other, limit - of_one)
     return RoutingPaths(
         np.concatenate([one.ids_P2, other.ids_P2]), np.concatenate([one.paths_PLK, other.paths_PLK])
     )
