@@ -26,7 +26,7 @@ from contracts.errors import NotFiniteError
 from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 from kernels.device import upload
-from kernels.sampling import top_probs
+from kernels.flashinfer_kernels import top_probs
 
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
 MAX_SAFE_LOGIT = 1e30

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import AttentionPlan, CompiledRows
+from kernels.attention import AttentionPlan
 from kernels.device import runs_on_device, upload
-from kernels.packed_attention import Keys, SequenceRows
+from kernels.attention_ops import CompiledRows, Keys, SequenceRows
 from kernels.pages import Pages
 from models.decoder.recurrence import RecurrencePlan, StateRun
 from models.spec.layer_spec import RopeSpec

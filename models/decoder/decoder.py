@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from contracts.errors import CheckpointError
 from kernels.attention import AttentionPlan, plan_attention, plan_on_device
+from kernels.attention_ops import SequenceRows
 from kernels.compiled import bits_of
 from kernels.device import runs_on_device
 from kernels.experts import swiglu
-from kernels.fused_ops import layer_norm, rms_norm
+from kernels.fused_ops import cos_sin, layer_norm, rms_norm
 from kernels.layer_ops import finish_rows
 from kernels.linear import PackedLinear
-from kernels.norm_rope import cos_sin
-from kernels.packed_attention import SequenceRows, supports_packed
+from kernels.paged_attention import supports_packed
 from kernels.pages import Seen, split_keys
 from kernels.row_ops import LAYER_NORM
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.packed_attention import SequenceRows
+from kernels.attention_ops import SequenceRows
 
 
 class StateRun(NamedTuple):

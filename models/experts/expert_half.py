@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from contracts.expert_eviction import ExpertKey
-from kernels.experts import add_at_once, expert_steps
+from kernels.experts import add_at_once, expert_steps, group_by_expert
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
-from kernels.routing import group_by_expert
 from kernels.steps import Steps, add_tiled
 from models.experts.expert_loading import (
     ExpertLayer,
@@ -33,7 +32,7 @@ from models.weights.loading import Loader, Progress
 def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Steps[Tensor]:
     """Return [T, D] float32: each token's weighted sum over its experts in `held`.
 
-    local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
+    local_of_E [E]: index of each expert in `held`, or their number (kernels/experts.py).
     """
     ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
     if runs_on_gpu(routed.x_TD, held.gate_up, local_of_E):

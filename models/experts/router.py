@@ -10,8 +10,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from kernels.experts import GroupLimit, RoutingRule
 from kernels.linear import PackedLinear
-from kernels.routing import GroupLimit, RoutingRule
 from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attention_steps
+from kernels.attention_ops import SequenceRows
 from kernels.experts import ClampedGate, expert_steps
 from kernels.latent_attention import latent_attention_steps
-from kernels.packed_attention import SequenceRows
 from kernels.pages import Pages
 from kernels.steps import run_to_end
 
@@ -94,18 +94,18 @@ def attention_reference(
     """[T, H, d of v] float64 of one sequence: row t is at position start + t, and sees the keys
     at positions <= its own and > its own - window. Sinks: scores without a value."""
     T, H, _ = q_THd.shape
-    share = H // k_SGd.shape[1]
+    k_SHd, v_SHd = (
+        each.double().repeat_interleave(H // each.shape[1], 1) for each in (k_SGd, v_SGd)
+    )
     out_THd = torch.empty(T, H, v_SGd.shape[2], dtype=torch.float64)
     for t in range(T):
         last = start + t + 1
         first = 0 if window is None else max(0, last - window)
-        for h in range(H):
-            keys = k_SGd[first:last, h // share].double()
-            values = v_SGd[first:last, h // share].double()
-            scores = keys @ q_THd[t, h].double() * scale
-            if sinks_H is not None:
-                scores = torch.cat((scores, sinks_H[h : h + 1].double()))
-            out_THd[t, h] = torch.softmax(scores, dim=0)[: last - first] @ values
+        scores_HS = torch.einsum("hd,shd->hs", q_THd[t].double(), k_SHd[first:last]) * scale
+        if sinks_H is not None:
+            scores_HS = torch.cat((scores_HS, sinks_H[:, None].double()), 1)
+        probs_HS = torch.softmax(scores_HS, dim=1)[:, : last - first]
+        out_THd[t] = torch.einsum("hs,shd->hd", probs_HS, v_SHd[first:last])
     return out_THd
 
 
