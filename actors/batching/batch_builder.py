@@ -12,8 +12,7 @@ from actors.kv.block_manager import BlockManager, BlockPrefix
 from actors.kv.state_slots import checkpoint_places
 from contracts.clock import monotonic_s
 from contracts.requests import Priority
-from models.decoder.batch import BlockCopy, SequenceSlice
-from models.decoder.recurrence import StateRun
+from models.decoder.batch import BlockCopy, SequenceSlice, StateRun
 from planner.scheduling.batching import BatchSelection, Phase
 from planner.scheduling.fair_queue import FairQueue
 

@@ -39,9 +39,14 @@ from models.decoder.attention import (
     SharedNorm,
     decodes_at_once,
 )
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
+from models.decoder.batch import (
+    AttentionBatch,
+    AttentionMetadata,
+    LastRows,
+    RecurrencePlan,
+    plan_recurrence,
+)
 from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
-from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec

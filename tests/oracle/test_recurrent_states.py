@@ -11,9 +11,8 @@ from actors.kv import state_slots
 from contracts.errors import CheckpointError, ResourceError
 from contracts.messages import Finished
 from contracts.plan import Plan
-from models.decoder.batch import SequenceSlice
+from models.decoder.batch import SequenceSlice, StateRun
 from models.decoder.decoder import AttentionHalf
-from models.decoder.recurrence import StateRun
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import (
     PrefillThreads,

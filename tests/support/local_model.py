@@ -12,9 +12,8 @@ from torch import Tensor
 from kernels.experts import local_index
 from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
-from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.batch import AttentionBatch, SequenceSlice, StateRun
 from models.decoder.decoder import AttentionHalf
-from models.decoder.recurrence import StateRun
 from models.experts.expert_half import ExpertHalf, expert_sum_steps
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
