@@ -247,13 +247,14 @@ def test_bad_fields_are_refused_before_weights_are_read(
     assert "\n" not in str(caught.value)
 
 
-def test_states_are_refused_where_they_cannot_be_kept(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_next")
-    checkpoint, spec = Checkpoint(folder), check_checkpoint(folder)
-    with pytest.raises(
-        CheckpointError, match=r"recurrent layers, .* on cuda; set groups.device=cpu"
-    ):
-        AttentionHalf.load(checkpoint, spec, dtype=torch.float32, device="cuda")
+def test_states_and_indexers_are_refused_where_they_cannot_be_kept(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    for family, part in (("glm_moe_dsa", "indexers"), ("qwen3_next", "recurrent layers")):
+        folder = tiny_checkpoint(family)
+        checkpoint, spec = Checkpoint(folder), check_checkpoint(folder)
+        with pytest.raises(CheckpointError, match=f"has {part}, .* on cuda; set groups.device=cpu"):
+            AttentionHalf.load(checkpoint, spec, dtype=torch.float32, device="cuda")
     with pytest.raises(ResourceError, match=r"kv.state_slots=\d+ needs \d+ bytes"):
         ThreadGroup(folder, group_config(kv={"state_slots": 10**9}))
     model = LocalModel.load(folder, dtype="float32")

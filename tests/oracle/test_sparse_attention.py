@@ -10,9 +10,7 @@ import torch
 from contracts.errors import CheckpointError
 from contracts.plan import Plan
 from models.decoder.batch import SequenceSlice
-from models.decoder.decoder import AttentionHalf
 from models.spec.model import read_spec
-from models.weights.checkpoint import Checkpoint
 from tests.support.group_harness import (
     PrefillThreads,
     ThreadGroup,
@@ -125,10 +123,3 @@ def test_bad_fields_are_refused(
     set_config(tmp_path, **fields)
     with pytest.raises(CheckpointError, match=message):
         read_spec(tmp_path)
-
-
-def test_indexers_are_refused_on_a_gpu(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("glm_moe_dsa")
-    spec = read_spec(folder)
-    with pytest.raises(CheckpointError, match="has indexers, which do not run on cuda"):
-        AttentionHalf.load(Checkpoint(folder), spec, dtype=torch.float32, device="cuda")
