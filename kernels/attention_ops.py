@@ -1,4 +1,4 @@
-"""Attention of the CPU, compiled.
+"""Attention of the CPU, compiled, and the tokens that a query of sparse attention sees.
 
 Each row is computed by itself in a fixed order, so its bits do not depend on the batch or on
 threads. Numbers are float32 or bfloat16 (`wide` False), and computed in float32.
@@ -8,18 +8,23 @@ Shapes: T rows, H heads, G KV heads, R = H / G, d head dim, S context of a seque
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, types
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kernels.compiled import (
     F32,
     I32,
     I64,
+    INTEGERS,
     LANES,
     VECTOR,
     address_of,
@@ -27,6 +32,7 @@ from kernels.compiled import (
     compiled,
     emit_exp,
     exp,
+    float32_at,
     float_bits,
     float_of_bits,
     folded,
@@ -37,8 +43,9 @@ from kernels.compiled import (
     write_numbers,
 )
 from kernels.panels import multiply_block
-from kernels.row_ops import load_vector
-from kernels.thread_pool import PartNumber, register_part, run_parts
+from kernels.row_ops import sum_of_products
+from kernels.steps import Steps
+from kernels.thread_pool import PartNumber, register_part, run_parts, shared_pool
 
 TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
 TILE_ROWS: Final = 96  # whose scores stay in the cache
@@ -56,14 +63,17 @@ def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
         to = pointer(builder, target, VECTOR)
         with builder.if_else(builder.icmp_signed("!=", wide, wide.type(0))) as (floats, bits):
             with floats:
-                builder.store(load_vector(builder, source, is_wide=True), to, align=4)
+                builder.store(builder.load(pointer(builder, source, VECTOR), align=4), to, align=4)
             with bits:
-                builder.store(load_vector(builder, source, is_wide=False), to, align=4)
+                loaded = builder.load(pointer(builder, source, _BITS), align=2)
+                widened = builder.shl(builder.zext(loaded, INTEGERS), INTEGERS([16] * LANES))
+                builder.store(builder.bitcast(widened, VECTOR), to, align=4)
         return context.get_dummy_value()
 
     return types.void(types.boolean, types.int64, types.int64), generate
 
 
+_BITS = ir.VectorType(ir.IntType(16), LANES)
 _EIGHT, _KEYS = ir.VectorType(F32, 8), ir.VectorType(I64, LANES)
 # Of two vectors of eight: pairs, fours and halves of both.
 _MIXES = (
@@ -275,3 +285,190 @@ def attend(
     ))
     # fmt: on
     run_parts(pool, _ATTEND, args, count * G, 1)
+
+
+@compiled
+def _score(queries: Any, weights: Any, key: Any) -> Any:
+    """Return the weighted sum over heads of relu(query · key)."""
+    H, d = queries.shape
+    total = _ZERO
+    for h in range(H):
+        product = sum_of_products(queries[h], key, d)
+        if product > _ZERO:
+            total += product * weights[h]
+    return total
+
+
+@compiled
+def _select_part(args: int, begin: int, end: int) -> None:
+    if begin >= end:
+        return
+    is_wide, q, weights, keys, entries, H, d, top_k, out = carray(int64_at(args), (9,))
+    wide, size = is_wide != 0, 4 if is_wide else 2
+    table, key = carray(int64_at(entries), (end, ENTRY_COLUMNS)), np.empty(d, np.float32)
+    for n in range(begin, end):
+        row, _, context, start, listed = table[n]
+        slots = carray(int64_at(listed), (context if listed else 0,))
+        queries = carray(float32_at(q + row * H * d * 4), (H, d))
+        weights_H = carray(float32_at(weights + row * H * 4), (H,))
+        scores = np.empty(context, np.float32)
+        for s in range(context):
+            slot = slots[s] if listed else start + s
+            read_numbers(wide, keys + slot * d * size, d, key)
+            scores[s] = _score(queries, weights_H, key)
+        least = np.partition(scores, context - top_k)[context - top_k]
+        equal = top_k
+        for s in range(context):
+            equal -= scores[s] > least
+        chosen, count = carray(int64_at(out + n * top_k * 8), (top_k,)), 0
+        for s in range(context):
+            if scores[s] > least or (scores[s] == least and equal > 0):
+                equal -= scores[s] == least
+                chosen[count] = slots[s] if listed else start + s
+                count += 1
+
+
+_SELECT: Final = register_part(PartNumber.SELECT_TOKENS, _select_part)
+
+
+@compiled
+def select_tokens(
+    pool: int, wide: bool, q: int, weights: int, keys: int, entries: int, count: int, H: int,
+    d: int, top_k: int, out: int,
+) -> None:  # fmt: skip
+    """Write the pool slots of each row's top_k tokens, in order of position, int64 [count, top_k].
+
+    q float32 [T, H, d], weights float32 [T, H]; keys: pool of [d]. entries: int64 [count,
+    ENTRY_COLUMNS], of one row each, as `attend` has them, with contexts above top_k.
+    Of equal scores the first are taken.
+    """
+    args = np.array((np.int64(wide), q, weights, keys, entries, H, d, top_k, out))
+    run_parts(pool, _SELECT, args, count, 1)
+
+
+Keys = slice | Tensor  # consecutive pool slots (a view) or a list (a gather)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
+
+    slots_S: pool slots of positions 0 .. start+count-1, a slice if they are consecutive; nothing on
+    a device, where the batch has block tables.
+    """
+
+    first: int
+    count: int
+    start: int
+    slots_S: Keys = dataclasses.field(default_factory=lambda: slice(0, 0))
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+    def chunks(self, size: int) -> Iterator[SequenceRows]:
+        """Yield the rows of each `size` positions, as a sequence of its own."""
+        for start in range(self.start - self.start % size, self.context, size):
+            first, last = max(self.start, start), min(self.context, start + size)
+            row, keys = self.first + first - self.start, self.slots_S
+            if isinstance(keys, slice):
+                slots: Keys = slice(keys.start + start, keys.start + last)
+            else:
+                slots = keys[start:last]
+            yield SequenceRows(row, last - first, first - start, slots)
+
+
+_STEP_SCORES = 1 << 14  # of a head between two yields: a millisecond or more
+_ENTRY_QUERIES = 256  # of a KV head: rows times query heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledRows:
+    """Rows of sequences for `attend`.
+
+    table: int64 [B, ENTRY_COLUMNS]. slots: the tensors whose addresses it has. steps: bounds of
+    entries that are attended between two yields. window 0: none.
+    """
+
+    table: NDArray[np.int64]
+    slots: tuple[Tensor, ...]
+    steps: tuple[tuple[int, int], ...]
+    window: int
+
+
+def row_steps(
+    q_THd: Tensor,
+    k_pool_PGd: Tensor,
+    v_pool_PGd: Tensor,
+    rows: CompiledRows,
+    out_THd: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Steps[None]:
+    """Write the rows of `out`, whose head dim may be less than the pool's: v's first elements."""
+    if q_THd.stride()[1:] != (q_THd.shape[2], 1):
+        q_THd = q_THd.contiguous()
+    H, G = q_THd.shape[1], k_pool_PGd.shape[1]
+    for begin, end in rows.steps:
+        attend(
+            shared_pool(),
+            q_THd.dtype is torch.float32,
+            q_THd.data_ptr(),
+            q_THd.stride(0),
+            k_pool_PGd.data_ptr(),
+            v_pool_PGd.data_ptr(),
+            k_pool_PGd.stride(0),
+            v_pool_PGd.stride(0),
+            out_THd.data_ptr(),
+            rows.table[begin:].ctypes.data,
+            end - begin,
+            H,
+            G,
+            q_THd.shape[2],
+            out_THd.shape[2],
+            rows.window,
+            scale,
+            0 if sinks_H is None else sinks_H.data_ptr(),
+        )
+        yield
+
+
+def compiled_rows(
+    sequences: Sequence[SequenceRows], window: int | None, group: int
+) -> CompiledRows:
+    """Cut sequences into entries of `attend`, and these into steps.
+
+    group: query heads of a KV head.
+    """
+    entries, slots = list[tuple[int, int, int, int, int]](), list[Tensor]()
+    steps, begin, scores = list[tuple[int, int]](), 0, 0
+    for seq in sequences:
+        start, address = 0, 0
+        if isinstance(seq.slots_S, slice):
+            start = seq.slots_S.start
+        else:
+            slots.append(seq.slots_S)
+            address = seq.slots_S.data_ptr()
+        for first, count in _pieces(seq, window, group):
+            width = _width(seq.start + first + count, window)
+            if scores and scores + count * width > _STEP_SCORES:
+                steps.append((begin, len(entries)))
+                begin, scores = len(entries), 0
+            scores += count * width
+            entries.append((seq.first + first, count, seq.start + first + count, start, address))
+    steps.append((begin, len(entries)))
+    return CompiledRows(np.array(entries, np.int64), tuple(slots), tuple(steps), window or 0)
+
+
+def _pieces(seq: SequenceRows, window: int | None, group: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of the rows of each entry of a sequence."""
+    first = 0
+    while first < seq.count:
+        width = _width(seq.start + first + 1, window)
+        most = max(1, min(_ENTRY_QUERIES // group, _STEP_SCORES // width))
+        yield first, min(most, seq.count - first)
+        first += most
+
+
+def _width(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)

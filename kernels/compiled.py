@@ -364,6 +364,12 @@ def from_bfloat16(bits: Any) -> Any:
 
 
 @compiled
+def rounded_number(wide: bool, x: Any) -> Any:
+    """Return a float32 as it is stored: rounded to bfloat16 unless `wide`."""
+    return x if wide else from_bfloat16(to_bfloat16(x))
+
+
+@compiled
 def read_numbers(wide: bool, address: int, count: int, into: Any) -> None:
     """Copy float32 (`wide`) or bfloat16 numbers to a float32 array."""
     if wide:
@@ -390,8 +396,8 @@ def write_numbers(wide: bool, address: int, count: int, values: Any) -> None:
 
 
 @compiled
-def copy_bits(address: int, count: int, into: Any) -> None:
-    """Copy units of two bytes to a uint16 array."""
-    bits = carray(uint16_at(address), (count,))
+def copy_bits(address: int, count: int, to: int) -> None:
+    """Copy units of two bytes."""
+    source, target = carray(uint16_at(address), (count,)), carray(uint16_at(to), (count,))
     for i in range(count):
-        into[i] = bits[i]
+        target[i] = source[i]

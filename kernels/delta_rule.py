@@ -19,10 +19,9 @@ from kernels.compiled import (
     exp,
     float32_at,
     float_of_bits,
-    from_bfloat16,
     int64_at,
     read_numbers,
-    to_bfloat16,
+    rounded_number,
     write_numbers,
 )
 from kernels.thread_pool import PartNumber, register_part, run_parts
@@ -32,11 +31,6 @@ CALL_FIELDS: Final = 4
 ENTRY_COLUMNS: Final = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _EPS, _LINEAR = np.float32(1e-6), np.float32(20.0)
-
-
-@compiled
-def _rounded(wide: bool, x: Any) -> Any:
-    return x if wide else from_bfloat16(to_bfloat16(x))
 
 
 @compiled
@@ -67,7 +61,7 @@ def _convolve(wide: bool, window: Any, weight: Any, mixed: Any) -> None:
         for i in range(w):
             mixed[i] += window[tap, i] * weight[tap, i]
     for i in range(w):
-        mixed[i] = _rounded(wide, _silu(_rounded(wide, mixed[i])))
+        mixed[i] = rounded_number(wide, _silu(rounded_number(wide, mixed[i])))
     for tap in range(1, taps):
         for i in range(w):
             window[tap - 1, i] = window[tap, i]
@@ -132,7 +126,7 @@ def _advance_part(args: int, begin: int, end: int) -> None:
             read_numbers(wide, at + (G * per_head + g * (R + A)) * size, R + A, gates)
             for r in range(R):
                 state = carray(float32_at(states + (g * R + r) * K * V * 4), (K, V))
-                beta = _rounded(wide, _ONE / (_ONE + exp(-gates[r])))
+                beta = rounded_number(wide, _ONE / (_ONE + exp(-gates[r])))
                 if by_row:
                     for i in range(K):
                         decay[i] = exp(-rate_R[r] * _soften(gates[R + i] + bias_A[i]))
@@ -142,14 +136,16 @@ def _advance_part(args: int, begin: int, end: int) -> None:
                 _step(state, q, k, v, decay, beta, read, result)
                 read_numbers(wide, at + (g * per_head + w + r * V) * size, V, z)
                 for j in range(V):
-                    result[j] = _rounded(wide, result[j])
+                    result[j] = rounded_number(wide, result[j])
                 scale = _ONE / np.sqrt(_sum_of_squares(result) / np.float32(V) + np.float32(eps))
                 if by_row:
                     for j in range(V):
                         result[j] = result[j] * scale * norm_V[j] / (_ONE + exp(-z[j]))
                 else:
                     for j in range(V):
-                        normed = _rounded(wide, _rounded(wide, result[j] * scale) * norm_V[j])
+                        normed = rounded_number(
+                            wide, rounded_number(wide, result[j] * scale) * norm_V[j]
+                        )
                         result[j] = normed * _silu(z[j])
                 write_numbers(wide, out + (t * G * R + g * R + r) * V * size, V, result)
         write_numbers(wide, kept, (taps - 1) * w, window[: taps - 1].ravel())

@@ -44,6 +44,7 @@ from kernels.layer_ops import (
     end_sum,
     run_layer_mlp,
     sum_experts,
+    tables_of,
 )
 from kernels.replica_choice import choose_replicas
 from kernels.row_ops import group_pairs
@@ -172,7 +173,7 @@ def _add_replies(
     """
     peer_R = carray(int64_at(peers), (R, PEER_FIELDS))
     if R == 1 and not shared:
-        add_rows(wide, hidden, peer_R[0, 5], T, D)
+        add_rows(wide, hidden, wide, peer_R[0, 5], T, D)
         return
     size = 4 if wide else 2
     total, row = np.zeros(T * D + 1, np.float32), np.empty(D, np.float32)
@@ -188,7 +189,7 @@ def _add_replies(
             for i in range(D):
                 total[t * D + i] += row[i]
         write_numbers(wide, address_of(row), D, total[t * D : t * D + D])
-        add_rows(wide, hidden + t * D * size, address_of(row), 1, D)
+        add_rows(wide, hidden + t * D * size, wide, address_of(row), 1, D)
     total[0] = row[0] = np.float32(0.0)  # they live until here
 
 
@@ -233,8 +234,7 @@ def _call_experts(pool: int, tables: int, layer: int) -> None:
         int64_at(tables), (CALLER_FIELDS,)
     )
     layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
-    fixed = carray(int64_at(layer_at), (LAYER_FIELDS,))
-    batch = carray(int64_at(batch_at), (BATCH_FIELDS,))
+    fixed, batch = tables_of(layer_at, batch_at)
     T, D, K, size = batch[0], fixed[1], fixed[TOP_K_FIELD], 4 if batch[11] else 2
     x = batch[14] if fixed[WEIGHS_FIELD] else batch[8]
     ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
@@ -301,9 +301,8 @@ def _add_experts(tables: int, layer: int) -> None:
     R, layers, batches, choices, _, peers, _, sent, sent_rows, _, _ = carray(
         int64_at(tables), (CALLER_FIELDS,)
     )
-    fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
-    batch = carray(int64_at(batches + layer * BATCH_FIELDS * 8), (BATCH_FIELDS,))
     layer_at, batch_at = layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
+    fixed, batch = tables_of(layer_at, batch_at)
     T, D, wide, mlp_out = batch[0], fixed[1], batch[11] != 0, batch[13]
     total = begin_sum(layer_at, batch_at)
     if fixed[TOP_K_FIELD]:
@@ -316,7 +315,7 @@ def _add_experts(tables: int, layer: int) -> None:
         for slot in slot_N:
             carray(int64_at(choice[4]), (slot + 1,))[slot] += 1
     else:
-        add_rows(wide, total, mlp_out, T, D)
+        add_rows(wide, total, wide, mlp_out, T, D)
     end_sum(layer_at, batch_at)
 
 
@@ -338,26 +337,11 @@ def _find_experts(tables: int, count: int, call: Any, args: Any) -> Any:
 
 
 @compiled
-def _serve(pool: int, peer: Any, call: Any, args: Any) -> int:
-    """Compute a call and write y; return its status. args: EXPERT_FIELDS, changed."""
-    _, x_at, rows_at, weights_at, counts_at, y_at, _, _ = peer
-    U, N, D, wide = call[2], call[3], args[1], args[15] != 0
-    sums = np.empty(1 if wide else U * D, np.float32)
-    args[8], args[9], args[10], args[11], args[12] = U, N, x_at, rows_at, weights_at
-    args[13], args[14] = counts_at, y_at if wide else address_of(sums)
-    if not sum_experts(pool, address_of(args)):
-        return DECLINED
-    if not wide:
-        write_numbers(False, y_at, U * D, sums)
-    sums[0] = np.float32(0.0)  # it lives until here
-    return DONE
-
-
-@compiled
-def _serve_merged(pool: int, peers: Any, calls: Any, members: Any, args: Any) -> int:
+def _serve(pool: int, peers: Any, calls: Any, members: Any, args: Any) -> int:
     """Compute calls of one layer at once, and write y of each; return their status.
 
-    Weights are read once for all. A row's bits do not depend on the rows beside it.
+    args: EXPERT_FIELDS of the layer, changed. Weights are read once for all. A row's bits do not
+    depend on the rows beside it.
     """
     D, e, wide, M = args[1], args[3], args[15] != 0, len(members)
     words, U, N = D * (4 if wide else 2) // 4, 0, 0
@@ -473,10 +457,7 @@ def serve_calls(
             args[EXPERT_FIELDS] = 0
             M = _find_members(peer_NF, calls, n, priority, room - served, members)
             if _fits(peer_NF[n], calls[n]) and _find_experts(tables, generations, calls[n], args):
-                if M == 1:
-                    status = _serve(pool, peer_NF[n], calls[n], args)
-                else:
-                    status = _serve_merged(pool, peer_NF, calls, members[:M], args)
+                status = _serve(pool, peer_NF, calls, members[:M], args)
             for member in members[:M]:
                 area, record = peer_NF[member, 0], record_NF[served]
                 done_ns = _reply(member, area, calls[member], status, start_ns, record)

@@ -1,7 +1,9 @@
-"""Memory-bound passes over a batch's activations, fused.
+"""Memory-bound passes over a batch's activations, fused: norms, rotary embedding, sums of rows.
 
 On the CPU numba compiles them (kernels/row_ops.py), on the GPU triton where it works. Elsewhere
 torch's operations compute them. Results are equal except for the last bit.
+
+Rope has the half-split layout, as Qwen and Mixtral store it.
 
 Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k.
 """
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from contracts.logs import event
-from kernels import experts, norm_rope, row_ops
+from kernels import experts, row_ops
 from kernels.linear import ExpertLinears
 from kernels.stored import Storage
 from kernels.stored_experts import StoredLinear
@@ -31,7 +33,7 @@ _TOLERANCE = 0.1  # for values of 1 to 10 in bfloat16
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
-    """Return the RMS norm (kernels/norm_rope.py)."""
+    """Return the RMS norm, as `rms_norm_by_torch`."""
     if row_ops.is_compiled(x):
         D, out = x.shape[-1], torch.empty_like(x)
         addresses = x.data_ptr(), D, weight_D.data_ptr(), out.data_ptr()
@@ -40,9 +42,28 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
         return out
     own = fused_kernels(x)
     if own is None or not x.is_contiguous():
-        return norm_rope.rms_norm(x, weight_D, eps, round_once=round_once)
+        return rms_norm_by_torch(x, weight_D, eps, round_once=round_once)
     normed: Tensor = own.rms_norm(x, weight_D, eps, round_once)
     return normed
+
+
+def rms_norm_by_torch(
+    x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False
+) -> Tensor:
+    """Return x / rms(x) * weight over the last dim, in x's dtype; the mean is computed in float32.
+
+    In bfloat16 it rounds as `transformers` does: after the division, then after the weight; with
+    round_once only at the end (gpt-oss).
+    """
+    x_f32 = x.float()
+    norm = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True)  # one pass, no squares in memory
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if x.dtype is torch.float32:
+        return torch.mul(x_f32, scale).mul_(weight_D)
+    x_f32.mul_(scale)
+    if round_once:
+        return x_f32.mul_(weight_D).to(x.dtype)
+    return x_f32.to(x.dtype).mul_(weight_D)
 
 
 def layer_norm(x: Tensor, weight_2D: Tensor, eps: float) -> Tensor:
@@ -76,10 +97,34 @@ def norm_and_rope(
         return out
     own = fused_kernels(x_THd)
     if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
-        normed = x_THd if weight_Hd is None else norm_rope.rms_norm(x_THd, weight_Hd, eps)
-        return norm_rope.apply_rope(normed, cos, sin)
+        normed = x_THd if weight_Hd is None else rms_norm_by_torch(x_THd, weight_Hd, eps)
+        return apply_rope(normed, cos, sin)
     out_THd: Tensor = own.norm_and_rope(x_THd, weight_Hd, eps, cos, sin)
     return out_THd
+
+
+def cos_sin(
+    positions_T: Tensor, inv_freq: Tensor, *, factor: float | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each [T, 1, d/2] in `dtype`, times `factor` (YaRN's temperature).
+
+    factor: of all pairs, or of each, [d/2].
+    """
+    angles = positions_T.float().unsqueeze(1) * inv_freq
+    return (
+        (angles.cos() * factor).to(dtype).unsqueeze(1),
+        (angles.sin() * factor).to(dtype).unsqueeze(1),
+    )
+
+
+def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return a new tensor: each pair (i, i + d/2) of every head rotated by its position's angle."""
+    half = x_THd.shape[-1] // 2
+    first, second = x_THd[..., :half], x_THd[..., half:]
+    rotated = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -213,10 +258,10 @@ def _check_kernels(kernels: ModuleType) -> None:
     kernels.weighted_sums(y_ND, places_TK, weights_TK, found_TD)
     torch.sum(y_ND[places_TK].float() * weights_TK.unsqueeze(2), 1, out=sums_TD)
     pairs = [
-        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), norm_rope.rms_norm(x_THd, weight_D, 1e-6)),
+        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), rms_norm_by_torch(x_THd, weight_D, 1e-6)),
         (
             kernels.norm_and_rope(x_THd[:, 1:], weight_Hd[1:], 1e-6, *angles_cs),
-            norm_rope.apply_rope(norm_rope.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *angles_cs),
+            apply_rope(rms_norm_by_torch(x_THd[:, 1:], weight_Hd[1:], 1e-6), *angles_cs),
         ),
         (kernels.gated(y_ND), experts.gated(y_ND)),
         (kernels.gather_rows(y_ND, places_TK[0]), y_ND[places_TK[0]]),

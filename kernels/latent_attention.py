@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, Tile, compiled_rows, row_steps, tile_steps
+from kernels.attention import AttentionPlan
+from kernels.attention_ops import SequenceRows, compiled_rows, row_steps
 from kernels.compiled import LANES
 from kernels.linear import PackedLinear, has_panels, linear
-from kernels.packed_attention import SequenceRows, take
 from kernels.paged_attention import attend_paged
 from kernels.panels import multiply_heads
-from kernels.row_ops import COMPILED_DTYPES
 from kernels.steps import Steps, map_tiles
 from kernels.thread_pool import shared_pool
 
@@ -73,23 +72,19 @@ class LatentUp:
         return kv_SHc[..., : self.nope_dim], kv_SHc[..., v_row : v_row + self.value_dim]
 
     def to_entries(self, q_BHd: Tensor) -> Tensor:
-        """Return [B, 1, H, C]: queries whose product with an entry equals that with the key."""
+        """Return [B, H, C]: queries whose product with an entry equals that with the key."""
         n, (B, H, d), r = self.nope_dim, q_BHd.shape, self.rank
         if self.has_panels:
             q_BHC = q_BHd.new_empty((B, H, r + d - n))
             q_BHC[..., r:] = q_BHd[..., n:]
             self._multiply(q_BHd, *self.panels[:2], q_BHC, (n, r))
-            return q_BHC.unsqueeze(1)
+            return q_BHC
         q_HBr = torch.bmm(q_BHd[..., :n].transpose(0, 1), self._weight_Hcr[:, :n])
-        return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1).unsqueeze(1)
+        return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1)
 
-    def to_values(self, attended_B1HC: Tensor) -> Tensor:
-        """Return [B, H, v] from weighted sums of entries.
-
-        Their last p elements, the rotated key, are dropped: summing them is cheaper than attention
-        with values narrower than keys.
-        """
-        attended_BHC, r = attended_B1HC[:, 0], self.rank
+    def to_values(self, attended_BHC: Tensor) -> Tensor:
+        """Return [B, H, v] from weighted sums of entries, of which the first r elements count."""
+        r = self.rank
         if self.has_panels:
             out_BHv = attended_BHC.new_empty((len(attended_BHC), self.num_heads, self.value_dim))
             self._multiply(attended_BHC, *self.panels[2:], out_BHv, (r, self.value_dim))
@@ -132,24 +127,29 @@ def latent_attention_steps(
     out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
     if plan.paged is not None:
         rows = slice(plan.paged.first, plan.paged.last)
-        q_NHC = up.to_entries(q_THd[rows]).squeeze(1)
+        q_NHC = up.to_entries(q_THd[rows])
         attended_NHr = q_NHC.new_empty((len(q_NHC), H, up.rank))
         for tiles in plan.paged.parts:
             attend_paged(q_NHC, pool_P1C, pool_P1C, tiles, attended_NHr, scale)
-        out_THv[rows] = up.to_values(attended_NHr.unsqueeze(1))
+        out_THv[rows] = up.to_values(attended_NHr)
         yield
-    for part in plan.prefill:
-        rows = slice(part.first, part.first + part.count)
-        entries_S1C = latent_T1C[rows] if part.keys is None else take(pool_P1C, part.keys)
-        attend = _absorbed_chunk if _absorbs(part.count, entries_S1C.shape[0], up) else _expanded
-        yield from attend(q_THd[rows], entries_S1C, up, part.tiles, scale, out_THv[rows])
+    for seq in plan.prefill:
+        rows, keys = slice(seq.first, seq.first + seq.count), seq.slots_S
+        if not seq.start:
+            entries_S1C = latent_T1C[rows]
+        elif isinstance(keys, slice):
+            entries_S1C = pool_P1C[keys]
+        else:
+            entries_S1C = pool_P1C.index_select(0, keys)
+        attend = _absorbed if _absorbs(seq.count, len(entries_S1C), up) else _expanded
+        yield from attend(q_THd[rows], entries_S1C, up, scale, out_THv[rows])
     if plan.rows is not None:
         rows_B = torch.from_numpy(plan.rows.table[:, 0])
         q_THC = torch.zeros((T, H, pool_P1C.shape[2]), dtype=q_THd.dtype)
-        q_THC[rows_B] = up.to_entries(q_THd[rows_B]).squeeze(1)
+        q_THC[rows_B] = up.to_entries(q_THd[rows_B])
         attended_THr = torch.empty((T, H, up.rank), dtype=q_THd.dtype)
         yield from row_steps(q_THC, pool_P1C, pool_P1C, plan.rows, attended_THr, scale)
-        out_THv[rows_B] = up.to_values(attended_THr[rows_B].unsqueeze(1))
+        out_THv[rows_B] = up.to_values(attended_THr[rows_B])
     return out_THv
 
 
@@ -161,50 +161,43 @@ def _absorbs(count: int, context: int, up: LatentUp) -> bool:
 
 
 def _expanded(
-    q_THd: Tensor,
-    entries_S1C: Tensor,
-    up: LatentUp,
-    tiles: tuple[Tile, ...],
-    scale: float,
-    out_THv: Tensor,
+    q_THd: Tensor, entries_S1C: Tensor, up: LatentUp, scale: float, out_THv: Tensor
 ) -> Steps[None]:
     """Compute keys [S, H, d] and values [S, H, v] of all heads, then attention."""
-    S, r = entries_S1C.shape[0], up.rank
+    r = up.rank
     k_SHn, v_SHv = yield from up.expanded(entries_S1C[:, 0, :r])
     k_SHd = torch.cat((k_SHn, entries_S1C[..., r:].expand(-1, up.num_heads, -1)), dim=-1)
-    if _is_compiled(q_THd, tiles):
-        rows = compiled_rows([_whole(q_THd, S)], None, 1)
-        yield from row_steps(q_THd, k_SHd, v_SHv.contiguous(), rows, out_THv, scale)
-    else:
-        yield from tile_steps(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
+    yield from _chunk_steps(q_THd, k_SHd, v_SHv, out_THv, scale)
 
 
-def _absorbed_chunk(
-    q_THd: Tensor,
-    entries_S1C: Tensor,
-    up: LatentUp,
-    tiles: tuple[Tile, ...],
-    scale: float,
-    out_THv: Tensor,
+def _absorbed(
+    q_THd: Tensor, entries_S1C: Tensor, up: LatentUp, scale: float, out_THv: Tensor
 ) -> Steps[None]:
-    """Attend with the entries as keys and values of all heads (see `LatentUp.to_values`)."""
-    q_T1HC = up.to_entries(q_THd)
-    attended_T1HC = torch.empty_like(q_T1HC)
-    if _is_compiled(q_THd, tiles):
-        rows = compiled_rows([_whole(q_THd, len(entries_S1C))], None, q_THd.shape[1])
-        attended_THC, q_THC = attended_T1HC.squeeze(1), q_T1HC.squeeze(1)
-        yield from row_steps(q_THC, entries_S1C, entries_S1C, rows, attended_THC, scale)
-        out_THv.copy_(up.to_values(attended_T1HC))
+    """Attend with the entries as keys and values of all heads.
+
+    Summing their last p elements too is cheaper than values narrower than keys.
+    """
+    q_THC = up.to_entries(q_THd)
+    attended_THC = torch.empty_like(q_THC)
+    yield from _chunk_steps(q_THC, entries_S1C, entries_S1C, attended_THC, scale)
+    out_THv.copy_(up.to_values(attended_THC))
+
+
+def _chunk_steps(
+    q_THd: Tensor, k_SGd: Tensor, v_SGv: Tensor, out_THv: Tensor, scale: float
+) -> Steps[None]:
+    """Write attention of rows that are the last ones of the keys; on a device, all of them."""
+    (T, H, _), (S, G, _) = q_THd.shape, k_SGd.shape
+    if q_THd.device.type == "cpu":
+        rows = compiled_rows([SequenceRows(0, T, S - T, slice(0, S))], None, H // G)
+        yield from row_steps(q_THd, k_SGd, v_SGv.contiguous(), rows, out_THv, scale)
         return
-    yield from tile_steps(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
-    out_THv.copy_(up.to_values(attended_T1HC))
-
-
-def _is_compiled(q_THd: Tensor, tiles: tuple[Tile, ...]) -> bool:
-    has_window = any(tile.k_first for tile in tiles)
-    return q_THd.device.type == "cpu" and q_THd.dtype in COMPILED_DTYPES and not has_window
-
-
-def _whole(q_THd: Tensor, context: int) -> SequenceRows:
-    """Return the rows of q as the last ones of keys 0 .. context-1."""
-    return SequenceRows(0, len(q_THd), context - len(q_THd), slice(0, context))
+    q_GRTd = q_THd.view(T, G, H // G, -1).permute(1, 2, 0, 3)
+    k_GRSd, v_GRSv = (
+        each.transpose(0, 1).unsqueeze(1).expand(-1, H // G, -1, -1) for each in (k_SGd, v_SGv)
+    )
+    attended_GRTv = functional.scaled_dot_product_attention(
+        q_GRTd, k_GRSd, v_GRSv, is_causal=True, scale=scale
+    )
+    out_THv.copy_(attended_GRTv.permute(2, 0, 1, 3).flatten(1, 2))
+    yield

@@ -19,11 +19,10 @@ from kernels.compiled import (
     compiled,
     float32_at,
     float_of_bits,
-    from_bfloat16,
     int64_at,
     now_ns,
     read_numbers,
-    to_bfloat16,
+    rounded_number,
     uint16_at,
     write_numbers,
 )
@@ -100,14 +99,14 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * v, D)
     if out_norm:
         norm_rows(wide, norm_kind, fresh_at, D, out_norm, fresh_at, T, D, eps)
-    add_rows(wide, hidden, fresh_at, T, D)
+    add_rows(wide, hidden, wide, fresh_at, T, D)
     norm_rows(wide, norm_kind, hidden, D, mlp_norm, out, T, D, eps)
     if top_k:
         _route(pool, router_kind, router, router_bias, rule, top_k, wide, out, T, D, ids, weights)
     if weighs:
         numbers = carray(float32_at(weights), (T * top_k,))
         for t in range(T * top_k):
-            numbers[t] = numbers[t] if wide else from_bfloat16(to_bfloat16(numbers[t]))
+            numbers[t] = rounded_number(wide, numbers[t])
         scale_rows(wide, out, D, weights, weighed, D, T, D)
         for t in range(T * top_k):
             numbers[t] = _ONE
@@ -115,12 +114,15 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
 
 
 @compiled
+def tables_of(layer: int, batch: int) -> Any:
+    """Return the tables of `attend_layer` as arrays."""
+    return carray(int64_at(layer), (LAYER_FIELDS,)), carray(int64_at(batch), (BATCH_FIELDS,))
+
+
+@compiled
 def begin_sum(layer: int, batch: int) -> Any:
     """Return the address of what the experts and the MLP are added to: hidden, or zeros."""
-    fields, args = (
-        carray(int64_at(layer), (LAYER_FIELDS,)),
-        carray(int64_at(batch), (BATCH_FIELDS,)),
-    )
+    fields, args = tables_of(layer, batch)
     if not fields[SUM_NORM_FIELD]:
         return args[1]
     count = args[0] * fields[1] * (4 if args[11] else 2) // 2
@@ -133,14 +135,11 @@ def begin_sum(layer: int, batch: int) -> Any:
 @compiled
 def end_sum(layer: int, batch: int) -> None:
     """Add the norm of the sum to hidden, if it is not hidden itself."""
-    fields, args = (
-        carray(int64_at(layer), (LAYER_FIELDS,)),
-        carray(int64_at(batch), (BATCH_FIELDS,)),
-    )
+    fields, args = tables_of(layer, batch)
     wide, T, D, norm, total = args[11] != 0, args[0], fields[1], fields[SUM_NORM_FIELD], args[16]
     if norm:
         norm_rows(wide, fields[6], total, D, norm, total, T, D, float_of_bits(fields[5]))
-        add_rows(wide, args[1], total, T, D)
+        add_rows(wide, args[1], wide, total, T, D)
 
 
 @compiled
@@ -208,9 +207,8 @@ def run_layer_mlp(pool: int, layer: int, batch: int) -> None:
 
     Fields: int64 arithmetic; addresses of gate_up, down, and gate of the output (`run_mlp`); F.
     """
-    fields = carray(int64_at(layer), (LAYER_FIELDS,))
+    fields, args = tables_of(layer, batch)
     if fields[MLP_FIELD]:
-        args = carray(int64_at(batch), (BATCH_FIELDS,))
         kind, gate_up, down, gate, F = carray(int64_at(fields[MLP_FIELD]), (MLP_FIELDS,))
         run_mlp(pool, kind, args[8], gate_up, down, gate, args[13], args[0], fields[1], F)
 
@@ -268,13 +266,13 @@ def _attend_latents(
 
 
 @compiled
-def add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
-    """Add part to total, both [T, D]."""
-    size = 4 if wide else 2
+def add_rows(wide: bool, total: int, part_wide: bool, part: int, T: int, D: int) -> None:
+    """Add part to total, both [T, D], of numbers that are float32 if wide."""
+    size, part_size = 4 if wide else 2, 4 if part_wide else 2
     left, right = np.empty(D, np.float32), np.empty(D, np.float32)
     for t in range(T):
         read_numbers(wide, total + t * D * size, D, left)
-        read_numbers(wide, part + t * D * size, D, right)
+        read_numbers(part_wide, part + t * D * part_size, D, right)
         for i in range(D):
             left[i] += right[i]
         write_numbers(wide, total + t * D * size, D, left)
@@ -306,9 +304,9 @@ def add_experts(pool: int, args: int) -> None:
         pool, kind, D, F, e, gate_up, down, alpha, limit, x, rows_at, sorted_at, counts, y_at,
         sums_at,
     )  # fmt: skip
-    _add_sums(is_wide != 0, hidden, sums, T, D)
+    add_rows(is_wide != 0, hidden, True, sums_at, T, D)
     rows[0] = 0  # they live until here
-    sorted_N[0] = y[0] = _ZERO
+    sorted_N[0] = y[0] = sums[0] = _ZERO
 
 
 @compiled
@@ -383,8 +381,7 @@ def decode_layers(
         if number > first and atomic_read(stop):
             return number
         layer, batch = layers + number * LAYER_FIELDS * 8, batches + number * BATCH_FIELDS * 8
-        fields = carray(int64_at(layer), (LAYER_FIELDS,))
-        args = carray(int64_at(batch), (BATCH_FIELDS,))
+        fields, args = tables_of(layer, batch)
         ends = carray(int64_at(clock + number * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
         attend_layer(pool, layer, batch)
         ends[0] = now_ns()
@@ -396,21 +393,11 @@ def decode_layers(
             carray(int64_at(given), (EXPERT_FIELDS,))[14] = total
             add_experts(pool, given)
         if fields[MLP_FIELD]:
-            add_rows(args[11] != 0, total, args[13], args[0], fields[1])
+            wide = args[11] != 0
+            add_rows(wide, total, wide, args[13], args[0], fields[1])
         end_sum(layer, batch)
         ends[2] = now_ns()
     return last
-
-
-@compiled
-def _add_sums(wide: bool, hidden: int, sums: Any, T: int, D: int) -> None:
-    size = 4 if wide else 2
-    row = np.empty(D, np.float32)
-    for t in range(T):
-        read_numbers(wide, hidden + t * D * size, D, row)
-        for i in range(D):
-            row[i] += sums[t * D + i]
-        write_numbers(wide, hidden + t * D * size, D, row)
 
 
 HEAD_FIELDS: Final = 9

@@ -1,7 +1,7 @@
 """Products with weights, x @ weight.T + bias.
 
 On the CPU weights of float32 and bfloat16 are kept in panels (kernels/panels.py), or in oneDNN's
-layout where matrix units make it faster (kernels/matrix_units.py). torch's own `linear` is slower:
+layout where matrix units make it faster. torch's own `linear` is slower:
 it uses MKL, which uses half the vector width on other vendors' processors, and reorders bfloat16
 weights at every call. With either layout a row's bits do not depend on the rows beside it.
 
@@ -11,9 +11,14 @@ set fewer), so numbers between 16 and 512 are rounded up here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -27,15 +32,13 @@ from kernels import (
     delta_rule,
     direct_calls,
     layer_ops,
-    matrix_units,
     panels,
     row_ops,
     thread_pool,
-    token_selection,
 )
 from kernels.compiled import LANES, code_folder, compile_on_disk, processor_has
 from kernels.stored import Storage, StoredWeight
-from kernels.stored_experts import DeviceWeight, ExpertTable, expert_table
+from kernels.stored_experts import ExpertTable, StoredLinear, expert_table
 from kernels.thread_pool import shared_pool
 
 Product = Callable[[Tensor], Tensor]
@@ -67,7 +70,7 @@ def _call_kernels() -> None:
     row_ops.layer_norm(True, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
     delta_rule.advance(*[0] * 7)
-    token_selection.select_tokens(0, True, *[0] * 9)
+    attention_ops.select_tokens(0, True, *[0] * 9)
     row_ops.sigmoid(0, 0)
     nothing = np.zeros(layer_ops.LAYER_FIELDS, np.int64)
     row_ops.choose_experts(True, nothing.ctypes.data, 0, 0, 0, False, 0, 0)
@@ -131,11 +134,11 @@ class PackedLinear:
         return self._bias
 
     @property
-    def weight(self) -> DeviceWeight | None:
+    def stored(self) -> StoredLinear | None:
         """The weight as it was given; None: it is reordered."""
         if self.kind is not None or self._product is _onednn:
             return None
-        return DeviceWeight(Storage.PLAIN, self._weight, None, self._bias)
+        return StoredLinear(Storage.PLAIN, self._weight, None, self._bias)
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -181,8 +184,8 @@ class PlainLinear:
         return PackedLinear(self._weight, self._bias)
 
     @property
-    def weight(self) -> DeviceWeight:
-        return DeviceWeight(Storage.PLAIN, self._weight, None, self._bias)
+    def stored(self) -> StoredLinear:
+        return StoredLinear(Storage.PLAIN, self._weight, None, self._bias)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
@@ -329,19 +332,77 @@ def _kind(dtype: torch.dtype, device: torch.device) -> int | None:
 HAS_MATRIX_UNITS = processor_has("amx-bf16") and _ONEDNN[torch.bfloat16]
 
 
+# --- choice between oneDNN and panels
+#
+# Measured once for each processor and version of the code: the first process that needs it keeps
+# the answer beside the compiled code, and all others of the machine read it, so that ranks agree on
+# bits.
+
+_MEASURED_ROWS = (1, 2, 3, 4, 7, 8, 16, 33, 64)
+_MEASURED_SHAPE = (1024, 1024)  # of the weight
+_REPEATS = 15
+CHOICE_FILE = "products-bfloat16"
+
+
 @functools.cache
 def uses_matrix_units(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies weights of a dtype, measured with matrix units only."""
     if dtype is not torch.bfloat16 or not HAS_MATRIX_UNITS:
         return False
-    return matrix_units.decide(code_folder(), dtype, functools.partial(_onednn_is_better, dtype))
+    return decide(code_folder(), _measure)
 
 
-def _onednn_is_better(dtype: torch.dtype) -> bool:
-    N, K = matrix_units.SHAPE
-    generator, rows = torch.Generator().manual_seed(0), max(matrix_units.ROWS)
+def decided(folder: Path | None) -> bool | None:
+    """Return the answer kept in a folder: whether oneDNN multiplies; None: not measured."""
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            return (folder / CHOICE_FILE).read_text(encoding="utf-8") == "onednn"
+    return None
+
+
+def decide(folder: Path | None, measure: Callable[[], bool]) -> bool:
+    """Return the answer kept in a folder, or measure and keep it. Without a folder: False."""
+    found = decided(folder)
+    if folder is None or found is not None:
+        return bool(found)
+    answer = "onednn" if measure() else "panels"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8") as written:
+            written.write(answer)
+            written.flush()
+            with contextlib.suppress(FileExistsError):  # another process was first: its answer
+                os.link(written.name, folder / CHOICE_FILE)
+    except OSError:
+        return False
+    return bool(decided(folder))
+
+
+def _measure() -> bool:
+    (N, K), dtype = _MEASURED_SHAPE, torch.bfloat16
+    generator, rows = torch.Generator().manual_seed(0), max(_MEASURED_ROWS)
     weight_NK, x_TK = (torch.randn(n, K, generator=generator).to(dtype) for n in (N, rows))
     stored = StoredWeight(panels.pack_panels(weight_NK), (N, K), Storage.PLAIN)
     onednn = functools.partial(_padded_onednn, weight=_reordered(weight_NK), bias_N=None)
-    in_panels = PackedLinear.of_panels(stored, dtype, None)
-    return matrix_units.is_better(onednn, in_panels, x_TK)
+    return is_better(onednn, PackedLinear.of_panels(stored, dtype, None), x_TK)
+
+
+def is_better(onednn: Product, in_panels: Product, x_TK: Tensor) -> bool:
+    """Return whether oneDNN's product is faster for every number of rows, with a row's own bits."""
+    whole = onednn(x_TK)
+    return all(torch.equal(onednn(x_TK[:rows]), whole[:rows]) for rows in _MEASURED_ROWS) and all(
+        first < second
+        for first, second in zip(times_s(onednn, x_TK), times_s(in_panels, x_TK), strict=True)
+    )
+
+
+def times_s(product: Product, x_TK: Tensor) -> Sequence[float]:
+    """Return the shortest time of a product by number of rows."""
+    found = []
+    for rows in _MEASURED_ROWS:
+        x, spent_s = x_TK[:rows], []
+        for _ in range(_REPEATS):
+            start_s = time.perf_counter()
+            product(x)
+            spent_s.append(time.perf_counter() - start_s)
+        found.append(min(spent_s))
+    return found

@@ -8,17 +8,21 @@ S splits, K keys of a split, N = T * R.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.flashinfer_attention import kind_of
+from kernels.attention_ops import SequenceRows
+from kernels.device import upload
+from kernels.flashinfer_kernels import kind_of
 from kernels.fused_ops import fused_kernels, import_checked
-from kernels.packed_attention import SequenceRows
 from kernels.pages import PagedPart, Pages, Seen, plan_paged
 
 _REFERENCE_ROWS = 128  # of a prompt, in torch's operations
@@ -163,7 +167,7 @@ class _Sum:
 
 
 def library_attention(x: Tensor, kind: str) -> ModuleType | None:
-    """Return kernels/flashinfer_attention.py if FlashInfer has `kind` here, or None."""
+    """Return kernels/flashinfer_kernels.py if FlashInfer has `kind` here, or None."""
     is_installed = importlib.util.find_spec("flashinfer") is not None
     return _library_attention(kind) if is_installed and fused_kernels(x) is not None else None
 
@@ -173,7 +177,7 @@ def _library_attention(kind: str) -> ModuleType | None:
     def check(library: ModuleType) -> None:
         _compare(library.attend, kind, torch.device("cuda"))
 
-    return import_checked("kernels.flashinfer_attention", check)
+    return import_checked("kernels.flashinfer_kernels", check)
 
 
 def attention_kernels(x: Tensor) -> ModuleType | None:
@@ -209,3 +213,58 @@ def _compare(attend: Callable[..., None], kind: str, device: torch.device) -> No
             attend(q_THd, k_PGd, v_PGd, part, found, 0.1, sinks_H)
             _attend_by_torch(q_THd, k_PGd, v_PGd, part, expected, 0.1, sinks_H)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+# --- prompts without earlier context
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_STEP, _FLASH_LARGEST = 8, 256  # head dims
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedPart:
+    """ends int32 [B + 1]: bounds of each sequence's rows.
+
+    window W: position p sees p-W+1 .. p.
+    """
+
+    ends: Tensor
+    longest: int
+    window: int | None
+
+
+def supports_packed(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    """Return whether torch has the kernel."""
+    fits = head_dim % _FLASH_STEP == 0 and head_dim <= _FLASH_LARGEST and dtype in _FLASH_DTYPES
+    return device.type == "cuda" and fits and torch.backends.cuda.is_flash_attention_available()
+
+
+def packed_part(
+    sequences: Sequence[SequenceRows], window: int | None, device: torch.device
+) -> PackedPart:
+    """sequences: all of a batch, in the order of their rows, without earlier context."""
+    counts = [seq.count for seq in sequences if seq.count]
+    ends = np.array([0, *itertools.accumulate(counts)], np.int32)
+    return PackedPart(upload([ends], device)[0], max(counts), window)
+
+
+def attend_packed(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, part: PackedPart, scale: float
+) -> Tensor:
+    """Return [T, H, d]."""
+    out_THd: Tensor = torch.ops.aten._flash_attention_forward(
+        q_THd,
+        k_TGd,
+        v_TGd,
+        part.ends,
+        part.ends,
+        part.longest,
+        part.longest,
+        0.0,  # dropout
+        True,  # causal, the last row at the last key
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=None if part.window is None else part.window - 1,
+        window_size_right=None if part.window is None else 0,
+    )[0]
+    return out_THd

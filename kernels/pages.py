@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention_ops import SequenceRows
 from kernels.device import upload
-from kernels.packed_attention import SequenceRows
 
 SPLIT_KEYS = 512
 TILE_COLUMNS = 5

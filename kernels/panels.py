@@ -52,10 +52,10 @@ from kernels.compiled import (
 )
 from kernels.stored import (
     HAS_PAIRS,
+    LAYOUTS,
     BFloat,
     Storage,
     emit_units,
-    layout_of,
     panel_bytes,
     rounded,
     unpack_panel,
@@ -87,7 +87,8 @@ def arithmetic_of(dtype: torch.dtype) -> Arithmetic | None:
     return None
 
 
-# What `_stored_block` is compiled for. bfloat16 is unpacked for float32 rows only.
+# What products are compiled for. bfloat16 is unpacked for float32 rows only.
+_PLAIN_KINDS = tuple((kind, Storage.PLAIN) for kind in (Arithmetic.FLOAT32, _BFLOAT16))
 _STORED_KINDS = (
     *(
         (kind, each)
@@ -136,68 +137,55 @@ _Weights = Iterable[tuple[int, Sequence[Any]]]
 are pairs of bfloat16, for the processor's dot products."""
 
 
-def _block(rows: int, panels: int) -> Any:
-    """Return the intrinsic that multiplies `rows` rows by `panels` panels.
+def _block(shapes: Iterable[tuple[int, int]], kinds: Iterable[tuple[Arithmetic, Storage]]) -> Any:
+    """Return the intrinsic that multiplies rows by panels, for given numbers of both.
 
-    Arguments: arithmetic; address and stride of the rows; address and stride of the panels; steps;
-    address and stride of the float32 outputs. Strides are in bytes.
+    Arguments: kind; rows, panels; address and stride of the rows; address and stride of the panels;
+    distance ahead at which stored panels are prefetched; steps (of stored panels: pairs of inputs);
+    address and stride of the float32 outputs. Strides and distances are in bytes.
     """
 
     @intrinsic
     def block(
-        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, steps: Any, out: Any,
-        to: Any,
+        _: Any, kind: Any, rows: Any, panels: Any, x: Any, x_stride: Any, w: Any, w_stride: Any,
+        ahead: Any, steps: Any, out: Any, to: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            arithmetic, x, x_stride, w, w_stride, steps, out, out_stride = args
-            x_rows = _addresses(builder, x, x_stride, rows)
-            w_panels = _addresses(builder, w, w_stride, panels)
-            zeros = [VECTOR([0.0] * LANES)] * (rows * panels)
-            for kind in (Arithmetic.FLOAT32, _BFLOAT16):
-                chosen = builder.icmp_signed("==", arithmetic, I64(int(kind)))
-                with builder.if_then(chosen):
-
-                    def step(number: Any, sums: _Sums, kind: Arithmetic = kind) -> _Sums:
-                        weights = _plain_weights(builder, kind, w_panels, number)
-                        offset = builder.mul(number, I64(8 if kind is Arithmetic.WIDENED else 4))
-                        return _step(builder, x_rows, offset, weights, sums)
-
-                    sums = emit_loop(builder, steps, zeros, step)
-                    _store_sums(builder, sums, rows, out, out_stride)
+            code, *sizes, x, x_stride, w, w_stride, ahead, steps, out, out_stride = args
+            for rows, panels in dict.fromkeys(shapes):
+                pairs = zip(sizes, (rows, panels), strict=True)
+                are_equal = (builder.icmp_signed("==", each, I64(n)) for each, n in pairs)
+                with builder.if_then(builder.and_(*are_equal)):
+                    x_rows = _addresses(builder, x, x_stride, rows)
+                    w_panels = _addresses(builder, w, w_stride, panels)
+                    for kind, storage in kinds:
+                        chosen = builder.icmp_signed("==", code, I64(kind_of(kind, storage)))
+                        with builder.if_then(chosen):
+                            if storage is Storage.PLAIN:
+                                sums = _plain_sums(builder, kind, x_rows, w_panels, steps)
+                            else:
+                                given = x_rows, w_panels, steps, ahead
+                                sums = _stored_sums(builder, kind, storage, *given)
+                            _store_sums(builder, sums, rows, out, out_stride)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 11), generate
 
     return block
 
 
-def _stored_block(rows: int, panels: int) -> Any:
-    """Return the intrinsic that multiplies `rows` rows by `panels` stored panels.
+def _plain_sums(
+    builder: ir.IRBuilder, kind: Arithmetic, x_rows: list[Any], panels: list[Any], steps: Any
+) -> _Sums:
+    """Emit a product with panels of the arithmetic's numbers."""
+    zeros = [VECTOR([0.0] * LANES)] * (len(x_rows) * len(panels))
 
-    Arguments: kind; address and stride of the rows; address and stride of the panels; distance
-    ahead at which panels are prefetched; pairs of inputs; address and stride of the float32
-    outputs. Strides and distances are in bytes.
-    """
+    def step(number: Any, sums: _Sums) -> _Sums:
+        weights = _plain_weights(builder, kind, panels, number)
+        offset = builder.mul(number, I64(8 if kind is Arithmetic.WIDENED else 4))
+        return _step(builder, x_rows, offset, weights, sums)
 
-    @intrinsic
-    def block(
-        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, ahead: Any, pairs: Any,
-        out: Any, to: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            code, x, x_stride, w, w_stride, ahead, pairs, out, out_stride = args
-            x_rows = _addresses(builder, x, x_stride, rows)
-            w_panels = _addresses(builder, w, w_stride, panels)
-            for kind, storage in _STORED_KINDS:
-                chosen = builder.icmp_signed("==", code, I64(kind_of(kind, storage)))
-                with builder.if_then(chosen):
-                    sums = _stored_sums(builder, kind, storage, x_rows, w_panels, pairs, ahead)
-                    _store_sums(builder, sums, rows, out, out_stride)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), generate
-
-    return block
+    return emit_loop(builder, steps, zeros, step)
 
 
 def _stored_sums(
@@ -205,7 +193,7 @@ def _stored_sums(
     pairs: Any, ahead: Any,
 ) -> _Sums:  # fmt: skip
     """Emit a product with stored panels."""
-    layout, as_pairs = layout_of(storage), kind is Arithmetic.PAIRS
+    layout, as_pairs = LAYOUTS[storage], kind is Arithmetic.PAIRS
     x_bytes = I64(layout.unit_pairs * (4 if as_pairs else 8))
     zeros = [VECTOR([0.0] * LANES)] * (len(x_rows) * len(panels))
 
@@ -308,15 +296,15 @@ _WIDE: Final = processor_has("avx512f")
 _ROWS: Final = 8 if _WIDE else 6
 _PANELS: Final = 2 if _WIDE else 1
 _FEW_PANELS: Final = 2 if _WIDE else 4  # of one row
-_blocks_of_most, _block_of_most = _block(_ROWS, _PANELS), _block(_ROWS, 1)
-_blocks_of_4, _block_of_4 = _block(4, _PANELS), _block(4, 1)
-_blocks_of_2, _block_of_2 = _block(2, 2), _block(2, 1)
-_blocks_of_1, _block_of_1 = _block(1, _FEW_PANELS), _block(1, 1)
+_plain_block = _block(
+    ((_ROWS, _PANELS), (_ROWS, 1), (4, _PANELS), (4, 1), (2, 2), (2, 1), (1, _FEW_PANELS), (1, 1)),
+    _PLAIN_KINDS,
+)
 # Registers also hold the unpacked weights and what they are unpacked with.
 _STORED_TILE: Final = 4 if _WIDE else 2  # panels of one row
-_stored_blocks_of_4, _stored_blocks_of_3 = _stored_block(4, _PANELS), _stored_block(3, _PANELS)
-_stored_blocks_of_2 = _stored_block(2, _PANELS)
-_stored_blocks_of_1, _stored_block_of_1 = _stored_block(1, _STORED_TILE), _stored_block(1, 1)
+_stored_block = _block(
+    ((4, _PANELS), (3, _PANELS), (2, _PANELS), (1, _STORED_TILE), (1, 1)), _STORED_KINDS
+)
 _FEW_ROWS = 4  # for which unpacking into registers is faster than into the cache
 _TILE = 128  # rows whose inputs stay in the cache
 
@@ -362,21 +350,18 @@ def _multiply_stored(
     step = _STORED_TILE if rows == 1 else _PANELS
     for panel in range(0, panels, step):
         weight, to = w + panel * size, out + panel * _STEP_BYTES
-        ahead = step * size if panel + step < panels else 0
-        if panels - panel < step:
-            for each in range(panels - panel):
-                for t in range(rows):
-                    at, one = to + t * stride + each * _STEP_BYTES, weight + each * size
-                    row = x + t * x_stride
-                    _stored_block_of_1(kind, row, x_stride, one, size, 0, pairs, at, stride)
-        elif rows == 4:
-            _stored_blocks_of_4(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
-        elif rows == 3:
-            _stored_blocks_of_3(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
-        elif rows == 2:
-            _stored_blocks_of_2(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
-        else:
-            _stored_blocks_of_1(kind, x, x_stride, weight, size, ahead, pairs, to, stride)
+        if panels - panel >= step:
+            ahead = step * size if panel + step < panels else 0
+            _stored_block(kind, rows, step, x, x_stride, weight, size, ahead, pairs, to, stride)
+            continue
+        for each in range(panels - panel):
+            for t in range(rows):
+                at, one, row = (
+                    to + t * stride + each * _STEP_BYTES,
+                    weight + each * size,
+                    x + t * x_stride,
+                )
+                _stored_block(kind, 1, 1, row, x_stride, one, size, 0, pairs, at, stride)
 
 
 @compiled
@@ -387,38 +372,18 @@ def _multiply_plain(
     w_stride, panel = steps * _STEP_BYTES, 0
     tile = _FEW_PANELS if rows < 4 else _PANELS
     while panel < panels:
-        count = tile if panels - panel >= tile else 1
-        weight, to, x_row, row = w + panel * w_stride, out + panel * _STEP_BYTES, x, 0
+        count, row = tile if panels - panel >= tile else 1, 0
         while row < rows:
             left = rows - row
-            if left >= _ROWS:
-                taken = _ROWS
-                if count > 1:
-                    _blocks_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-                else:
-                    _block_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-            elif left >= 4:
-                taken = 4
-                if count > 1:
-                    _blocks_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-                else:
-                    _block_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-            elif left >= 2:
-                taken = 2
-                for two in range(0, count - 1, 2):
-                    one, at = weight + two * w_stride, to + two * _STEP_BYTES
-                    _blocks_of_2(kind, x_row, x_stride, one, w_stride, steps, at, stride)
-                if count == 1:
-                    _block_of_2(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-            else:
-                taken = 1
-                if count > 1:
-                    _blocks_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
-                else:
-                    _block_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+            taken = _ROWS if left >= _ROWS else 4 if left >= 4 else min(left, 2)
+            step = min(count, 2) if taken == 2 else count
+            for first in range(panel, panel + count, step):
+                weight, to = w + first * w_stride, out + row * stride + first * _STEP_BYTES
+                x_row = x + row * x_stride
+                _plain_block(
+                    kind, taken, step, x_row, x_stride, weight, w_stride, 0, steps, to, stride
+                )
             row += taken
-            x_row += taken * x_stride
-            to += taken * stride
         panel += count
 
 
@@ -431,6 +396,15 @@ def _multiply_part(args: int, first: int, last: int) -> None:
     kind, x, w, bias, out, T, K, N = carray(int64_at(args), (8,))
     size = 4 if kind & _ARITHMETIC_MASK == _FLOAT32 else 2
     _multiply_rows(kind, x, K * size, w, bias, out, N * size, T, K, N, first, last)
+
+
+@compiled
+def _copy_row(arithmetic: int, x: int, K: int, to: int) -> None:
+    """Copy a row as products read it."""
+    if arithmetic == _PAIRS:
+        copy_bits(x, K, to)
+    else:
+        read_numbers(arithmetic == _FLOAT32, x, K, carray(float32_at(to), (K,)))
 
 
 @compiled
@@ -450,24 +424,20 @@ def _multiply_rows(
             x_tile, to, rows = x + row * x_stride, out + row * stride, min(_TILE, T - row)
             multiply_block(kind, x_tile, x_stride, rows, w, steps, panels, to, stride)
         return
-    copied = min(T, _TILE)
-    floats = np.zeros((copied if arithmetic == _WIDENED else 0, 2 * steps), np.float32)
-    bits = np.zeros((copied if is_pairs and K % 2 else 0, 2 * steps), np.uint16)
-    sums = np.empty((copied, panels * LANES), np.float32)
+    tile, copies = min(T, _TILE), arithmetic == _WIDENED or (is_pairs and K % 2 == 1)
+    copied_bytes = steps * (4 if is_pairs else 8)  # of a row
+    copied = np.zeros((tile if copies else 0, copied_bytes // 2), np.uint16)
+    sums = np.empty((tile, panels * LANES), np.float32)
     bias_n = np.zeros(panels * LANES, np.float32)
     if bias:
         read_numbers(is_float32, bias + first * LANES * size, columns, bias_n)
     for row in range(0, T, _TILE):
         rows = min(_TILE, T - row)
         x_rows, x_step = x + row * x_stride, x_stride
-        if floats.shape[0]:
+        if copies:
             for t in range(rows):
-                read_numbers(False, x_rows + t * x_stride, K, floats[t])
-            x_rows, x_step = address_of(floats), 8 * steps
-        elif bits.shape[0]:
-            for t in range(rows):
-                copy_bits(x_rows + t * x_stride, K, bits[t])
-            x_rows, x_step = address_of(bits), 4 * steps
+                _copy_row(arithmetic, x_rows + t * x_stride, K, address_of(copied[t]))
+            x_rows, x_step = address_of(copied), copied_bytes
         to, at = out + row * stride, address_of(sums)
         multiply_block(kind, x_rows, x_step, rows, w, steps, panels, at, panels * LANES * 4)
         for t in range(rows):
@@ -590,15 +560,15 @@ def _experts_part(args: int, begin: int, end: int) -> None:
     size, pair = (4, 1) if is_float32 else (2, 2)  # of x and of the biases
     D_steps, F_steps = (D + pair - 1) // pair, (F + pair - 1) // pair
     D_panels, F2_panels = (D + LANES - 1) // LANES, (2 * F + LANES - 1) // LANES
-    x_floats = np.zeros((0 if is_pairs else tile, D_steps * pair), np.float32)
-    x_bits = np.zeros((tile if is_pairs else 0, D_steps * pair), np.uint16)
-    h_floats = np.zeros((0 if is_pairs else tile, F_steps * pair), np.float32)
-    h_bits = np.zeros((tile if is_pairs else 0, F_steps * pair), np.uint16)
+    stored = 2 if is_pairs else 4  # bytes of a number that is multiplied
+    x_stride, h_stride = D_steps * pair * stored, F_steps * pair * stored
+    x_rows, h_rows = (
+        np.zeros((tile, x_stride // 2), np.uint16),
+        np.zeros((tile, h_stride // 2), np.uint16),
+    )
     gates = np.empty((tile, F2_panels * LANES), np.float32)
     sums = np.empty((tile, D_panels * LANES), np.float32)
     gate_up_bias, down_bias = np.zeros(2 * F, np.float32), np.zeros(D, np.float32)
-    stored = 2 if is_pairs else 4  # bytes of a number that is multiplied
-    x_stride, h_stride = x_bits.shape[1] * stored, h_bits.shape[1] * stored
     for index in range(begin, end):
         gate_up_at, gate_up_bias_at = gate_ups[experts_r[index]]
         down_at, down_bias_at = downs[experts_r[index]]
@@ -609,14 +579,10 @@ def _experts_part(args: int, begin: int, end: int) -> None:
         while first < last:
             count = min(_TILE, last - first)
             # Here and not before the loop: an array ends with its last use, whatever its address.
-            x_at = x_bits.ctypes.data if is_pairs else x_floats.ctypes.data
-            h_at = h_bits.ctypes.data if is_pairs else h_floats.ctypes.data
+            x_at, h_at = address_of(x_rows), address_of(h_rows)
             for t in range(count):
                 row = x + rows_N[first + t] * D * size
-                if is_pairs:
-                    copy_bits(row, D, x_bits[t])
-                else:
-                    read_numbers(is_float32, row, D, x_floats[t])
+                _copy_row(arithmetic, row, D, x_at + t * x_stride)
             to, stride = gates.ctypes.data, gates.shape[1] * 4
             multiply_block(kind, x_at, x_stride, count, gate_up_at, D_steps, F2_panels, to, stride)
             for t in range(count):

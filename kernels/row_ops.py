@@ -14,28 +14,24 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 from torch import Tensor
 
 from kernels.compiled import (
-    F32,
     I64,
-    INTEGERS,
     LANES,
     VECTOR,
     compiled,
     copy_bits,
+    emit_loop,
     exp,
     float32_at,
     float_of_bits,
     folded,
-    from_bfloat16,
     int64_at,
     intrinsic,
     pointer,
     read_numbers,
-    to_bfloat16,
-    uint16_at,
+    rounded_number,
     vector_function,
     write_numbers,
 )
@@ -51,57 +47,29 @@ def is_compiled(x: Tensor) -> bool:
 
 
 @intrinsic
-def dot(_: Any, wide: Any, x: Any, y: Any, vectors: Any) -> Any:
-    """Sum of x * y over vectors of 16: lane by lane, then pairwise. y is bfloat16 unless `wide`."""
+def _dot(_: Any, x: Any, y: Any, vectors: Any) -> Any:
+    """Sum of x * y over vectors of 16: lane by lane, then pairwise."""
 
     def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-        wide, x, y, vectors = args
-        result = cgutils.alloca_once(builder, F32)
-        with builder.if_else(builder.icmp_signed("!=", wide, wide.type(0))) as (floats, bits):
-            with floats:
-                builder.store(_emit_dot(builder, x, y, vectors, is_wide=True), result)
-            with bits:
-                builder.store(_emit_dot(builder, x, y, vectors, is_wide=False), result)
-        return builder.load(result)
+        x, y, vectors = args
+        fma = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
 
-    return types.float32(types.boolean, types.int64, types.int64, types.int64), generate
+        def step(number: Any, sums: list[Any]) -> list[Any]:
+            offset = builder.mul(number, I64(4 * LANES))
+            places = (pointer(builder, builder.add(each, offset), VECTOR) for each in (x, y))
+            return [builder.call(fma, [*(builder.load(at, align=4) for at in places), *sums])]
 
+        (summed,) = emit_loop(builder, vectors, [VECTOR([0.0] * LANES)], step)
+        return folded(builder, summed, builder.fadd)
 
-def _emit_dot(builder: ir.IRBuilder, x: Any, y: Any, vectors: Any, *, is_wide: bool) -> Any:
-    before, loop = builder.block, builder.append_basic_block("vectors")
-    after = builder.append_basic_block("summed")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index, lanes = builder.phi(I64), builder.phi(VECTOR)
-    index.add_incoming(I64(0), before)
-    lanes.add_incoming(VECTOR([0.0] * LANES), before)
-    x_now = builder.add(x, builder.mul(index, I64(4 * LANES)))
-    y_now = builder.add(y, builder.mul(index, I64((4 if is_wide else 2) * LANES)))
-    left = builder.load(pointer(builder, x_now, VECTOR), align=4)
-    right = load_vector(builder, y_now, is_wide=is_wide)
-    fma = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
-    summed = builder.call(fma, [left, right, lanes])
-    following = builder.add(index, I64(1))
-    index.add_incoming(following, loop)
-    lanes.add_incoming(summed, loop)
-    builder.cbranch(builder.icmp_signed("!=", following, vectors), loop, after)
-    builder.position_at_end(after)
-    return folded(builder, summed, builder.fadd)
-
-
-def load_vector(builder: ir.IRBuilder, address: Any, *, is_wide: bool) -> Any:
-    """Emit the load of a vector of float32, or of bfloat16 that is widened."""
-    if is_wide:
-        return builder.load(pointer(builder, address, VECTOR), align=4)
-    bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(16), LANES)), align=2)
-    widened = builder.shl(builder.zext(bits, INTEGERS), INTEGERS([16] * LANES))
-    return builder.bitcast(widened, VECTOR)
+    return types.float32(types.int64, types.int64, types.int64), generate
 
 
 @compiled
-def _sum_of_products(x: Any, y: Any, count: int) -> Any:
+def sum_of_products(x: Any, y: Any, count: int) -> Any:
+    """Return the sum of products of the first numbers of two float32 arrays."""
     whole = count // LANES
-    total = dot(True, x.ctypes.data, y.ctypes.data, whole) if whole else _ZERO
+    total = _dot(x.ctypes.data, y.ctypes.data, whole) if whole else _ZERO
     for i in range(whole * LANES, count):
         total += x[i] * y[i]
     return total
@@ -110,14 +78,14 @@ def _sum_of_products(x: Any, y: Any, count: int) -> Any:
 @compiled
 def _norm(wide: bool, x: Any, D: int, weight: Any, eps: Any, once: bool) -> None:
     """Scale x [D] to the norm in place; bfloat16 rounds after the division unless `once`."""
-    mean = _sum_of_products(x, x, D) / np.float32(D)
+    mean = sum_of_products(x, x, D) / np.float32(D)
     scale = _ONE / np.sqrt(mean + eps)
     if wide or once:
         for i in range(D):
             x[i] = x[i] * scale * weight[i]
     else:
         for i in range(D):
-            x[i] = from_bfloat16(to_bfloat16(x[i] * scale)) * weight[i]
+            x[i] = rounded_number(False, x[i] * scale) * weight[i]
 
 
 @compiled
@@ -145,10 +113,10 @@ def layer_norm(
     read_numbers(wide, weight + D * size, D, bias_D)
     for t in range(T):
         read_numbers(wide, x + t * stride * size, D, row)
-        mean = _sum_of_products(row, ones, D) / np.float32(D)
+        mean = sum_of_products(row, ones, D) / np.float32(D)
         for i in range(D):
             row[i] -= mean
-        variance = _sum_of_products(row, row, D) / np.float32(D)
+        variance = sum_of_products(row, row, D) / np.float32(D)
         scale = _ONE / np.sqrt(variance + np.float32(eps))
         for i in range(D):
             row[i] = row[i] * scale * weight_D[i] + bias_D[i]
@@ -193,9 +161,8 @@ def norm_and_rope(
             read_numbers(wide, x + (t * x_stride + h * x_head) * size, d, head)
             if weight:
                 _norm(wide, head, d, weight_Hd[h], np.float32(eps), False)
-                if not wide:
-                    for i in range(d):
-                        head[i] = from_bfloat16(to_bfloat16(head[i]))
+                for i in range(d):
+                    head[i] = rounded_number(wide, head[i])
             for i in range(half):
                 turned[i] = head[i] * cos_half[i] - head[half + i] * sin_half[i]
                 turned[half + i] = head[half + i] * cos_half[i] + head[i] * sin_half[i]
@@ -208,8 +175,7 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
     slots_T = carray(int64_at(slots), (T,))
     for t in range(T):
         source, target = x + t * x_stride * size, pool + slots_T[t] * width * size
-        units = width * size // 2
-        copy_bits(source, units, carray(uint16_at(target), (units,)))
+        copy_bits(source, width * size // 2, target)
 
 
 @compiled
@@ -252,7 +218,7 @@ def gate_rows(wide: bool, gates: int, out: int, count: int) -> None:
     read_numbers(wide, out, count, numbers)
     sigmoid(gate.ctypes.data, count)
     for i in range(count):
-        numbers[i] *= gate[i] if wide else from_bfloat16(to_bfloat16(gate[i]))
+        numbers[i] *= rounded_number(wide, gate[i])
     write_numbers(wide, out, count, numbers)
 
 
@@ -296,7 +262,7 @@ def choose_experts(
     """Write the best experts of each row of logits [T, E]: ids int64, weights float32 [T, top_k].
 
     given: read ids instead. Of equal experts the first one is taken. rule: int64 fields of
-    `RoutingRule` (kernels/routing.py): E, kind of scores, whether weights of a row sum to 1, and
+    `RoutingRule` (kernels/experts.py): E, kind of scores, whether weights of a row sum to 1, and
     are rounded as logits are; address of the bias (0: none); groups, number of them that are kept,
     and of a group's best experts; bits of scale, or of SPARSEMIXER's jitter.
     """
@@ -337,8 +303,8 @@ def choose_experts(
         for k in range(top_k):
             if normalizes:
                 weights_K[k] /= total + _SMALL
-            if rounds and not wide:
-                weights_K[k] = from_bfloat16(to_bfloat16(weights_K[k]))
+            if rounds:
+                weights_K[k] = rounded_number(wide, weights_K[k])
             weights_K[k] *= scale
 
 
@@ -356,22 +322,17 @@ def _softmax(row: Any) -> None:
 
 
 @compiled
-def _rounded(wide: bool, number: Any) -> Any:
-    return number if wide else from_bfloat16(to_bfloat16(number))
-
-
-@compiled
 def _mix(wide: bool, row: Any, left: Any, chosen: Any, weights_K: Any, jitter: Any) -> None:
     """Write weights of chosen experts (`sparsemixer_weights`). left: a copy of row, changed."""
     E, probs = row.shape[0], np.empty(row.shape[0], np.float32)
-    limit = _rounded(wide, np.float32(2.0) * jitter)
+    limit = rounded_number(wide, np.float32(2.0) * jitter)
     for k in range(chosen.shape[0]):
         best, total = _LEAST, _ZERO
         for e in range(E):
             best = max(best, left[e])
         for e in range(E):
-            distance = _rounded(wide, best - row[e])
-            is_distant = _rounded(wide, distance / max(abs(row[e]), best)) > limit
+            distance = rounded_number(wide, best - row[e])
+            is_distant = rounded_number(wide, distance / max(abs(row[e]), best)) > limit
             probs[e] = _ZERO if is_distant else exp(left[e] - best)
             if left[e] == _LEAST:
                 probs[e] = _ZERO

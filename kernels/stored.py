@@ -79,19 +79,37 @@ class StoredWeight(NamedTuple):
 
 
 class RawWeight(NamedTuple):
-    """A weight [N, K] as the arguments of its `pack_` function, in rows."""
+    """A weight [N, K] in rows.
+
+    codes: MXFP4: uint8 [N, K / 32, 16], others [N, K]. scales: MXFP4: exponents uint8 [N, K / 32]
+    (`dequantize_mxfp4`); fp8 and int8: float32, of each row's blocks of FP8_BLOCK inputs.
+    """
 
     storage: Storage
     codes: Tensor
     scales: Tensor | None = None
 
     def packed(self) -> StoredWeight:
-        """Return its panels. Raises ValueError."""
-        given = (self.codes,) if self.scales is None else (self.codes, self.scales)
-        return _PACK[self.storage](*given)
+        """Return its panels. Raises ValueError, as `checked`."""
+        storage, codes, scales = self.checked()
+        N, K = codes.flatten(1).shape
+        if storage is Storage.MXFP4:
+            K, values = 2 * K, _words_of_fp4(codes)
+        else:
+            values = codes.view(torch.uint8) if storage is Storage.FP8 else codes
+            values = functional.pad(values, (0, K % 2)).contiguous()
+        if storage is Storage.BFLOAT16:
+            values = values.view(torch.int32)  # a pair
+        elif storage is Storage.FP8 and scales is not None:
+            values, scales = values.view(torch.int16), scales * _FP8_POWER
+        panels = _panels(values, *([] if scales is None else [scales]))
+        return StoredWeight(panels, (N, K), storage)
 
     def checked(self) -> RawWeight:
-        """Return it. Raises ValueError for numbers that products do not unpack."""
+        """Return it. Raises ValueError for numbers that products do not unpack.
+
+        Those are numbers that are not finite, and scales that are too large or small to unpack.
+        """
         codes, scales = self.codes, self.scales
         if scales is None or not scales.numel():
             return self
@@ -107,59 +125,12 @@ class RawWeight(NamedTuple):
         return self
 
 
-def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> StoredWeight:
-    """Return panels of [N, K / 32, 16] and [N, K / 32] uint8 (`dequantize_mxfp4`).
-
-    Raises ValueError for an exponent whose numbers are not normal float32 numbers.
-    """
-    RawWeight(Storage.MXFP4, blocks, exponents).checked()
-    shape = blocks.shape[0], blocks.shape[1] * MXFP4_GROUP
+def _words_of_fp4(blocks: Tensor) -> Tensor:
+    """Return codes [N, K / 32, 16] as words [N, K / 8]."""
     codes = blocks.flatten(1).view(torch.int32)  # of eight neighbours, from the lowest bits
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    numbers = codes.unsqueeze(2) >> shifts & 15
+    numbers = codes.unsqueeze(2) >> torch.arange(0, 32, 4, dtype=torch.int32) & 15
     places = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
-    words = (numbers << places).sum(2, dtype=torch.int32)
-    return StoredWeight(_panels(words, exponents), shape, Storage.MXFP4)
-
-
-def pack_fp8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
-    """Return panels of fp8 blocks. scale_NS: float32, of each row's S blocks of FP8_BLOCK inputs.
-
-    Raises ValueError for a weight or a scale that is not finite, or too large or small to unpack.
-    """
-    RawWeight(Storage.FP8, weight_NK, scale_NS).checked()
-    codes = functional.pad(weight_NK.view(torch.uint8), (0, weight_NK.shape[1] % 2))
-    panels = _panels(codes.contiguous().view(torch.int16), scale_NS * _FP8_POWER)
-    return StoredWeight(panels, _shape(weight_NK), Storage.FP8)
-
-
-def pack_int8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
-    """Return panels of int8. scale_NS: float32, of each row's S blocks of 128 inputs.
-
-    Raises ValueError for a scale whose products are too large or too small to round.
-    """
-    RawWeight(Storage.INT8, weight_NK, scale_NS).checked()
-    padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2))
-    return StoredWeight(_panels(padded, scale_NS), _shape(weight_NK), Storage.INT8)
-
-
-def pack_bfloat16(weight_NK: Tensor) -> StoredWeight:
-    """Return panels of bfloat16, for float32 rows."""
-    padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2)).contiguous()
-    return StoredWeight(_panels(padded.view(torch.int32)), _shape(weight_NK), Storage.BFLOAT16)
-
-
-_PACK: Final[dict[Storage, Callable[..., StoredWeight]]] = {
-    Storage.MXFP4: pack_mxfp4,
-    Storage.FP8: pack_fp8,
-    Storage.BFLOAT16: pack_bfloat16,
-    Storage.INT8: pack_int8,
-}
-
-
-def _shape(weight_NK: Tensor) -> tuple[int, int]:
-    N, K = weight_NK.shape
-    return N, K
+    return (numbers << places).sum(2, dtype=torch.int32)
 
 
 def _panels(*rows: Tensor) -> Tensor:
@@ -192,17 +163,12 @@ class _Layout(NamedTuple):
 
 
 _NO_GROUPS: Final = 1 << 40
-_LAYOUTS: Final = {
+LAYOUTS: Final = {
     Storage.MXFP4: _Layout(_WORD, 4, MXFP4_GROUP // 2, LANES),
     Storage.FP8: _Layout(2 * LANES, 1, FP8_BLOCK // 2, _WORD),
     Storage.BFLOAT16: _Layout(_WORD, 1, _NO_GROUPS, 0),
     Storage.INT8: _Layout(2 * LANES, 1, FP8_BLOCK // 2, _WORD),
 }
-
-
-def layout_of(storage: Storage) -> _Layout:
-    """Return the layout of a storage's panels."""
-    return _LAYOUTS[storage]
 
 
 def _integers(value: int) -> ir.Constant:
@@ -294,7 +260,7 @@ def scales_of(
     builder: ir.IRBuilder, storage: Storage, panel: Any, pairs: Any, group: Any, as_pairs: bool
 ) -> Any:
     """Emit what the units of a group are unpacked with; panel: the address of `pairs` pairs."""
-    layout = _LAYOUTS[storage]
+    layout = LAYOUTS[storage]
     if not layout.scale_bytes:
         return None
     units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
@@ -371,7 +337,7 @@ def emit_units(
     panels: their addresses. step: emits a unit by its number, the scales of each panel and the
     vectors before it.
     """
-    layout = _LAYOUTS[storage]
+    layout = LAYOUTS[storage]
     units = builder.lshr(pairs, I64(layout.unit_pairs.bit_length() - 1))
     per_group = I64(layout.group_pairs // layout.unit_pairs)
 
@@ -390,34 +356,38 @@ def emit_units(
     return emit_loop(builder, builder.udiv(last, per_group), before, group_step)
 
 
-def _unpack(storage: Storage, *, rounds: bool, as_pairs: bool) -> Any:
-    """Return the intrinsic that unpacks a panel: its address, pairs, and address of the result.
+def _unpack(*, rounds: bool, as_pairs: bool) -> Any:
+    """Return the intrinsic that unpacks a panel: storage, its address, pairs, and where to.
 
     rounds: to bfloat16. as_pairs: to words of two (`HAS_PAIRS`).
     """
 
+    def emit(builder: ir.IRBuilder, storage: Storage, panel: Any, pairs: Any, to: Any) -> None:
+        layout = LAYOUTS[storage]
+        unit_bytes = I64(layout.unit_pairs * (1 if as_pairs else 2) * _WORD)
+
+        def step(unit: Any, scales: list[Any], _: list[Any]) -> list[Any]:
+            at = builder.add(panel, builder.mul(unit, I64(layout.unit_bytes)))
+            numbers: Iterable[Any]
+            if as_pairs:
+                numbers = unpacked_pairs(builder, storage, at, *scales)
+            else:
+                numbers = unpacked_unit(builder, storage, at, *scales)
+                numbers = rounded(builder, storage, numbers) if rounds else numbers
+            _store(builder, builder.add(to, builder.mul(unit, unit_bytes)), numbers)
+            return []
+
+        emit_units(builder, storage, [panel], pairs, as_pairs, [], step)
+
     @intrinsic
-    def unpack(_: Any, panel: Any, pairs: Any, to: Any) -> Any:
+    def unpack(_: Any, storage: Any, panel: Any, pairs: Any, to: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-            panel, pairs, to = args
-            layout = _LAYOUTS[storage]
-            unit_bytes = I64(layout.unit_pairs * (1 if as_pairs else 2) * _WORD)
-
-            def step(unit: Any, scales: list[Any], _: list[Any]) -> list[Any]:
-                at = builder.add(panel, builder.mul(unit, I64(layout.unit_bytes)))
-                numbers: Iterable[Any]
-                if as_pairs:
-                    numbers = unpacked_pairs(builder, storage, at, *scales)
-                else:
-                    numbers = unpacked_unit(builder, storage, at, *scales)
-                    numbers = rounded(builder, storage, numbers) if rounds else numbers
-                _store(builder, builder.add(to, builder.mul(unit, unit_bytes)), numbers)
-                return []
-
-            emit_units(builder, storage, [panel], pairs, as_pairs, [], step)
+            for storage in LAYOUTS:
+                with builder.if_then(builder.icmp_signed("==", args[0], I64(int(storage)))):
+                    emit(builder, storage, *args[1:])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 3), generate
+        return types.void(*[types.int64] * 4), generate
 
     return unpack
 
@@ -429,13 +399,8 @@ def _store(builder: ir.IRBuilder, to: Any, vectors: Iterable[Any]) -> None:
         builder.store(vector, pointer(builder, place, vector.type), align=4)
 
 
-_MXFP4, _FP8, _BFLOAT16, _INT8 = (int(each) for each in _LAYOUTS)
-_exact_mxfp4, _exact_fp8, _exact_bfloat16, _exact_int8 = (
-    _unpack(each, rounds=False, as_pairs=False) for each in _LAYOUTS
-)
-_near_mxfp4, _near_fp8, _near_bfloat16, _near_int8 = (
-    _unpack(each, rounds=True, as_pairs=HAS_PAIRS) for each in _LAYOUTS
-)
+_MXFP4, _FP8, _, _INT8 = (int(each) for each in LAYOUTS)
+_exact, _near = _unpack(rounds=False, as_pairs=False), _unpack(rounds=True, as_pairs=HAS_PAIRS)
 
 
 @compiled
@@ -455,19 +420,6 @@ def unpack_panel(storage: int, rounds: bool, panel: int, pairs: int, to: int) ->
     rounds: to bfloat16, and to [pairs, 16, 2] of it on a processor that `HAS_PAIRS`.
     """
     if rounds:
-        if storage == _MXFP4:
-            _near_mxfp4(panel, pairs, to)
-        elif storage == _FP8:
-            _near_fp8(panel, pairs, to)
-        elif storage == _INT8:
-            _near_int8(panel, pairs, to)
-        else:
-            _near_bfloat16(panel, pairs, to)
-    elif storage == _MXFP4:
-        _exact_mxfp4(panel, pairs, to)
-    elif storage == _FP8:
-        _exact_fp8(panel, pairs, to)
-    elif storage == _INT8:
-        _exact_int8(panel, pairs, to)
+        _near(storage, panel, pairs, to)
     else:
-        _exact_bfloat16(panel, pairs, to)
+        _exact(storage, panel, pairs, to)

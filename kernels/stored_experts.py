@@ -15,6 +15,7 @@ Shapes: e experts, N outputs, K inputs, T tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -29,8 +30,9 @@ _ROWS: Final = 256  # that the reference unpacks at a time
 _ALIGNED_BYTES: Final = 16
 
 
-class DeviceWeight(NamedTuple):
-    """A weight [N, K] with its bias [N], or None."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StoredLinear:
+    """A product with a weight [N, K] as it is stored, and its bias [N], or None."""
 
     storage: Storage
     codes: Tensor
@@ -43,29 +45,13 @@ class DeviceWeight(NamedTuple):
         return N, 2 * K if self.storage is Storage.MXFP4 else K
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def form(self) -> tuple[object, ...]:
         """Equal for weights that one kernel computes with."""
         return self.storage, self.codes.dtype, self.shape, self.bias_N is None
 
-
-class StoredLinear:
-    """A product with a weight as it is stored. Arguments: of `DeviceWeight`."""
-
-    __slots__ = ("weight",)
-
-    def __init__(
-        self, storage: Storage, codes: Tensor, scales: Tensor | None, bias_N: Tensor | None
-    ) -> None:
-        self.weight = DeviceWeight(storage, codes, scales, bias_N)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape
-
     def unpacked(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return rows of the weight."""
-        storage, codes, scales, _ = self.weight
-        codes = codes[rows]
+        storage, codes, scales = self.storage, self.codes[rows], self.scales
         if scales is None:
             return codes.to(dtype)
         if storage is Storage.MXFP4:
@@ -76,10 +62,10 @@ class StoredLinear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype. A few rows of the weight are unpacked at a time."""
-        bias_N, found = self.weight.bias_N, []
+        found = []
         for first in range(0, self.shape[0], _ROWS):
             rows = slice(first, first + _ROWS)
-            bias = None if bias_N is None else bias_N[rows]
+            bias = None if self.bias_N is None else self.bias_N[rows]
             found.append(functional.linear(x_TK, self.unpacked(rows, x_TK.dtype), bias))
         return torch.cat(found, 1)
 
@@ -91,17 +77,16 @@ class ExpertTable(NamedTuple):
     from those of the first. is_aligned: codes are multiples of 16 bytes apart.
     """
 
-    first: DeviceWeight
+    first: StoredLinear
     offsets_3e: Tensor
     is_aligned: bool
 
 
 def expert_table(products: Sequence[object]) -> ExpertTable | None:
     """Return the table of products on one device, or None if they are not of one kind."""
-    weights: list[DeviceWeight] = [
-        weight for each in products if (weight := getattr(each, "weight", None)) is not None
-    ]
-    if not weights or len(weights) < len(products) or len({each.kind for each in weights}) > 1:
+    stored = (getattr(each, "stored", each) for each in products)
+    weights = [each for each in stored if isinstance(each, StoredLinear)]
+    if not weights or len(weights) < len(products) or len({each.form for each in weights}) > 1:
         return None
     if not all(each.codes.is_contiguous() for each in weights):
         return None

@@ -1,7 +1,7 @@
 """Memory-bound passes over activations as one triton kernel each, and products with experts.
 
-They round where kernels/norm_rope.py and experts.py do. Imported only if triton is installed
-(kernels/fused_ops.py).
+They round where torch's operations do in kernels/fused_ops.py, which imports them only if triton is
+installed, and in experts.py.
 
 Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k, S
 slots.
@@ -477,8 +477,8 @@ def grouped_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> T
     """
     table = linear_e.table
     assert table is not None
-    storage, codes, scales, bias_N = table.first
-    (N, K), (rows, e) = table.first.shape, (len(x_NK), len(linear_e))
+    first, codes = table.first, table.first.codes
+    (N, K), (rows, e) = first.shape, (len(x_NK), len(linear_e))
     out_NN = torch.empty(rows, N, dtype=x_NK.dtype, device=x_NK.device)
     tiles = product_tiles(rows, e)
     _grouped[(triton.cdiv(N, tiles["OUTPUTS"]), triton.cdiv(rows, tiles["ROWS"]) + min(rows, e))](
@@ -486,14 +486,14 @@ def grouped_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> T
         ends_e,
         table.offsets_3e,
         codes,
-        codes if scales is None else scales,
-        x_NK if bias_N is None else bias_N,
+        codes if first.scales is None else first.scales,
+        x_NK if first.bias_N is None else first.bias_N,
         out_NN,
         e,
         N=N,
         K=K,
-        KIND=int(_PLAIN if storage is Storage.BFLOAT16 else storage),
-        BIAS=bias_N is not None,
+        KIND=int(_PLAIN if first.storage is Storage.BFLOAT16 else first.storage),
+        BIAS=first.bias_N is not None,
         ALIGNED=16 // codes.element_size() if table.is_aligned else 0,
         EXPERTS=triton.next_power_of_2(e),
         **tiles,

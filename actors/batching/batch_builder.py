@@ -11,8 +11,7 @@ from actors.batching.sequence import BatchBudget, Sequence
 from actors.kv.block_manager import BlockManager, BlockPrefix, checkpoint_places
 from contracts.clock import monotonic_s
 from contracts.requests import Priority
-from models.decoder.batch import BlockCopy, SequenceSlice
-from models.decoder.recurrence import StateRun
+from models.decoder.batch import BlockCopy, SequenceSlice, StateRun
 from planner.scheduling.batching import BatchSelection, Phase
 from planner.scheduling.fair_queue import FairQueue
 

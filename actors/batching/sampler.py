@@ -31,7 +31,7 @@ from contracts.messages import Submit, TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 from contracts.token_trie import ChoiceMatcher
 from kernels.device import runs_on_device, upload
-from kernels.sampling import top_probs
+from kernels.flashinfer_kernels import top_probs
 
 if TYPE_CHECKING:  # sequences have processors
     from actors.batching.sequence import Sequence

@@ -26,8 +26,8 @@ from torch import Tensor
 from actors.channels.base import PacketKind
 from actors.gather.group_exchange import GroupCall, GroupExchange
 from actors.gather.shared_cache import GroupHalf, OuterPool, SharedCache
+from kernels.experts import local_index
 from kernels.fused_ops import write_slots
-from kernels.routing import local_index
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
 from models.experts.expert_half import expert_sum_steps

@@ -16,7 +16,7 @@ from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.device import LaunchLimiter
-from kernels.routing import local_index
+from kernels.experts import local_index
 from kernels.steps import Steps, add_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf

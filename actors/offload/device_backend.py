@@ -26,8 +26,7 @@ from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
-from kernels.experts import ClampedGate
-from kernels.routing import group_by_expert, local_index
+from kernels.experts import ClampedGate, group_by_expert, local_index
 from kernels.steps import Steps, add_tiled
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import AcquiredExpert, ExpertRequest, PredictedExpert

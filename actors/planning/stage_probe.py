@@ -54,9 +54,8 @@ from contracts.traces import Stage, TaskSpan
 from kernels.device import GpuMemory, runs_on_device, wait_for_device
 from kernels.steps import Steps
 from models.decoder.attention import KvPool, kv_bytes_per_token
-from models.decoder.batch import AttentionBatch
+from models.decoder.batch import AttentionBatch, StateRun
 from models.decoder.decoder import AttentionHalf
-from models.decoder.recurrence import StateRun
 from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights import layout

@@ -35,7 +35,7 @@ from benchmarks.harness import Measured, Table, documented_case
 from benchmarks.support.larger_experts import LargerTier
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels.routing import local_index
+from kernels.experts import local_index
 from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice

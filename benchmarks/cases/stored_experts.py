@@ -24,7 +24,7 @@ from benchmarks.support.random_in_memory import random_halves
 from kernels.compiled import processor_name
 from kernels.experts import panel_run
 from kernels.linear import ExpertLinears, PackedLinear
-from kernels.stored import Storage, StoredWeight, pack_bfloat16, pack_fp8, pack_int8, pack_mxfp4
+from kernels.stored import RawWeight, Storage, StoredWeight
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
@@ -75,14 +75,16 @@ def _linears(
 def _stored(storage: Storage, N: int, K: int) -> StoredWeight:
     if storage is Storage.MXFP4:
         blocks = torch.randint(0, 256, (N, K // 32, 16), dtype=torch.uint8)
-        return pack_mxfp4(blocks, torch.full((N, K // 32), 120, dtype=torch.uint8))
+        return RawWeight(
+            Storage.MXFP4, blocks, torch.full((N, K // 32), 120, dtype=torch.uint8)
+        ).packed()
     if storage is Storage.FP8:
         weight = (100 * torch.randn(N, K)).to(torch.float8_e4m3fn)
-        return pack_fp8(weight, torch.rand(N, -(-K // 128)))
+        return RawWeight(Storage.FP8, weight, torch.rand(N, -(-K // 128))).packed()
     if storage is Storage.INT8:
         weight = torch.randint(-128, 128, (N, K), dtype=torch.int8)
-        return pack_int8(weight, torch.rand(N, -(-K // 128)))
-    return pack_bfloat16(torch.randn(N, K).bfloat16())
+        return RawWeight(Storage.INT8, weight, torch.rand(N, -(-K // 128))).packed()
+    return RawWeight(Storage.BFLOAT16, torch.randn(N, K).bfloat16()).packed()
 
 
 class Decoder:

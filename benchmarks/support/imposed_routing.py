@@ -4,7 +4,7 @@ token goes to, and what is foretold of them, right so and so often."""
 import torch
 from torch import Tensor
 
-from kernels.routing import RoutingRule
+from kernels.experts import RoutingRule
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor

@@ -308,10 +308,7 @@ class GroupedQueryAttention(CompiledDecode):
         last: LastRows | None = None,
     ) -> Steps[None]:
         """Add attention to hidden_TD in place, and write K and V. last: only for those rows."""
-        if last is None:
-            q_THd, k_TGd, v_TGd = yield from self._project(x_TD, metadata)
-        else:
-            q_THd, k_TGd, v_TGd = yield from self._project_last(x_TD, metadata, last)
+        q_THd, k_TGd, v_TGd = yield from self._project(x_TD, metadata, last)
         yield
         # All rows before attention: sequences may read entries of others in this batch.
         kv.write(self._layer, batch, k_TGd, v_TGd)
@@ -354,27 +351,32 @@ class GroupedQueryAttention(CompiledDecode):
         return self._fields(neighbors, sizes, queries, self._o, sinks, steps=steps, output=output)
 
     def _project(
-        self, x_TD: Tensor, metadata: AttentionMetadata
+        self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRows | None
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """Return queries, keys and values, normed and rotated, tile by tile within the cache."""
-        T, H, G = x_TD.shape[0], self._H, self._G
-        tiles, both = list(row_tiles(x_TD)), slice(0, H + G)
-        if len(tiles) == 1 or self.shared_norm is not None:
-            qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
-            self._divide_by_rms(qk)
-            yield
+        """Return queries, keys and values, normed and rotated. last: queries of those rows only."""
+        T, H, G, both = len(x_TD), self._H, self._G, slice(0, self._H + self._G)
+        tiles = list(row_tiles(x_TD))
+        if last is None and len(tiles) > 1 and self.shared_norm is None:  # within the cache
+            qk_THd, v_TGv = (
+                x_TD.new_empty((T, heads, size)) for heads, size in ((H + G, self._d), (G, self._v))
+            )
+            for tile in tiles:
+                qk, values = self._split(self._qkv(x_TD[tile]))
+                yield
+                qk_THd[tile] = self._norm_and_rotate(qk, both, metadata, tile)
+                v_TGv[tile] = self._clipped(values)
+                yield
+            return qk_THd[:, :H], qk_THd[:, H:], v_TGv
+        qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
+        self._divide_by_rms(qk)
+        yield
+        if last is None:
             qk = self._norm_and_rotate(qk, both, metadata, slice(None))
             return qk[:, :H], qk[:, H:], self._clipped(v_TGv)
-        qk_THd, v_TGv = (
-            x_TD.new_empty((T, heads, size)) for heads, size in ((H + G, self._d), (G, self._v))
-        )
-        for tile in tiles:
-            qk, values = self._split(self._qkv(x_TD[tile]))
-            yield
-            qk_THd[tile] = self._norm_and_rotate(qk, both, metadata, tile)
-            v_TGv[tile] = self._clipped(values)
-            yield
-        return qk_THd[:, :H], qk_THd[:, H:], v_TGv
+        k_TGd = yield from self._turned(qk[:, H:], slice(H, H + G), metadata)
+        q_RHd = qk[:, :H].index_select(0, last.rows_R)
+        q_RHd = yield from self._turned(q_RHd, slice(0, H), last.metadata)
+        return q_RHd, k_TGd, self._clipped(v_TGv)
 
     def _split(self, qkv_TP: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys [T, H + G, d], and values [T, G, v]."""
@@ -382,44 +384,31 @@ class GroupedQueryAttention(CompiledDecode):
         T = len(qkv_TP)
         return qk.view(T, -1, self._d), values.view(T, -1, self._v)
 
-    def _project_last(
-        self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRows
-    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """Return the same with queries of the last rows only."""
-        T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
-        qk, v_TGv = self._split((yield from map_tiles(self._qkv, x_TD)))
-        self._divide_by_rms(qk)
-        keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
-        for tile in row_tiles(x_TD):
+    def _turned(self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata) -> Steps[Tensor]:
+        """Norm and rotate `heads` of a whole batch, tile by tile."""
+        out_THd = x_THd.new_empty(x_THd.shape)
+        for tile in row_tiles(x_THd):
+            out_THd[tile] = self._norm_and_rotate(x_THd[tile], heads, metadata, tile)
             yield
-            k_TGd[tile] = self._norm_and_rotate(qk[tile, keys], keys, metadata, tile)
-        q_RHd, heads = qk[:, :H].index_select(0, last.rows_R), slice(0, H)
-        for tile in row_tiles(q_RHd):
-            yield
-            q_RHd[tile] = self._norm_and_rotate(q_RHd[tile], heads, last.metadata, tile)
-        return q_RHd, k_TGd, self._clipped(v_TGv)
+        return out_THd
 
     def _norm_and_rotate(
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
     ) -> Tensor:
         """Norm and rotate `heads` (query heads, then KV heads) of rows of a batch."""
-        turned_THd = self._normed_and_rotated(x_THd, heads, metadata, rows)
-        if self._is_tuned and metadata.query_scale_T11 is not None:
-            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T11[rows]
-        return turned_THd
-
-    def _normed_and_rotated(
-        self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
-    ) -> Tensor:
         cos, sin = (angles[rows] for angles in metadata.angles[self._rope])
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
         if weight_Hd is None or self._qk_norm in ("head", "plain_head"):
-            return norm_and_rope(self._clipped(x_THd), weight_Hd, self._eps, cos, sin)
-        if self._qk_norm == "turned_head":
+            turned_THd = norm_and_rope(self._clipped(x_THd), weight_Hd, self._eps, cos, sin)
+        elif self._qk_norm == "turned_head":
             turned_THd = norm_and_rope(x_THd, None, self._eps, cos, sin)
-            return self._normed(turned_THd, weight_Hd, heads)
-        x_THd = self._clipped(self._normed(x_THd, weight_Hd, heads))
-        return norm_and_rope(x_THd, None, self._eps, cos, sin)
+            turned_THd = self._normed(turned_THd, weight_Hd, heads)
+        else:
+            x_THd = self._clipped(self._normed(x_THd, weight_Hd, heads))
+            turned_THd = norm_and_rope(x_THd, None, self._eps, cos, sin)
+        if self._is_tuned and metadata.query_scale_T11 is not None:
+            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T11[rows]
+        return turned_THd
 
     def _divide_by_rms(self, qk_THd: Tensor) -> None:
         """Divide by root mean squares over the heads of all workers, in place."""

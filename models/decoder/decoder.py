@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from contracts.errors import CheckpointError
 from kernels.attention import AttentionPlan, plan_attention, plan_on_device
+from kernels.attention_ops import SequenceRows
 from kernels.compiled import bits_of
 from kernels.device import runs_on_device
 from kernels.experts import swiglu
-from kernels.fused_ops import layer_norm, rms_norm
+from kernels.fused_ops import cos_sin, layer_norm, rms_norm
 from kernels.layer_ops import finish_rows
 from kernels.linear import PackedLinear
-from kernels.norm_rope import cos_sin
-from kernels.packed_attention import SequenceRows, supports_packed
+from kernels.paged_attention import supports_packed
 from kernels.pages import Seen, split_keys
 from kernels.row_ops import LAYER_NORM
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
@@ -39,9 +39,14 @@ from models.decoder.attention import (
     SharedNorm,
     decodes_at_once,
 )
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
+from models.decoder.batch import (
+    AttentionBatch,
+    AttentionMetadata,
+    LastRows,
+    RecurrencePlan,
+    plan_recurrence,
+)
 from models.decoder.delta_net import GatedDeltaNet, KimiDeltaAttention
-from models.decoder.recurrence import RecurrencePlan, plan_recurrence
 from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.expert_half import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec

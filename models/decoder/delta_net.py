@@ -19,8 +19,7 @@ from kernels.linear import PackedLinear
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.attention import KvPool
-from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
-from models.decoder.recurrence import RecurrencePlan
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, RecurrencePlan
 from models.spec.model import ModelSpec
 from models.spec.recurrent import RecurrentSpec
 from models.weights.layout import recurrent_tensors

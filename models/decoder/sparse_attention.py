@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, CompiledRows
+from kernels.attention import AttentionPlan
+from kernels.attention_ops import CompiledRows, SequenceRows, select_tokens
+from kernels.fused_ops import apply_rope
 from kernels.linear import PackedLinear
-from kernels.norm_rope import apply_rope
-from kernels.packed_attention import SequenceRows
 from kernels.steps import Steps, map_tiles
 from kernels.thread_pool import shared_pool
-from kernels.token_selection import select_tokens
 from models.decoder.attention import KvPool, LatentAttention, LowRankQueries, to_halves
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows
 from models.spec.model import ModelSpec

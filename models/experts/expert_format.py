@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from kernels.linear import PackedLinear, Product, has_panels
-from kernels.stored import StoredWeight, layout_of
+from kernels.stored import LAYOUTS, StoredWeight
 from models.experts.expert_layout import ExpertBuffer, ExpertLayout
 from models.experts.expert_loading import StoredLayer, stored_biases, stored_weights
 from models.experts.host_experts import CheckpointParts
@@ -80,7 +80,7 @@ class CheckpointFormat:
         self._kinds, self._like = _kinds_of(first.expert(0)), self._packed(first, 0)
         storage = self._like.weights[0].storage
         self.sizes = [tensor.nbytes for tensor in self._like.tensors]
-        self.name = f"stored {storage.name} {layout_of(storage)} {dtype} {self.sizes}"
+        self.name = f"stored {storage.name} {LAYOUTS[storage]} {dtype} {self.sizes}"
 
     def slots(self, count: int) -> CheckpointSlots:
         return CheckpointSlots(self._like, self._dtype, count)

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.experts import add_at_once, expert_steps
+from kernels.experts import GroupLimit, RoutingRule, add_at_once, expert_steps, group_by_expert
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears, PackedLinear
-from kernels.routing import GroupLimit, RoutingRule, group_by_expert
 from kernels.steps import LIGHT_ROWS, Steps, add_tiled, row_tiles
 from models.experts.expert_eviction import ExpertKey
 from models.experts.expert_loading import (
@@ -126,7 +125,7 @@ class ExpertRouter:
 def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Steps[Tensor]:
     """Return [T, D] float32: each token's weighted sum over its experts in `held`.
 
-    local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
+    local_of_E [E]: index of each expert in `held`, or their number (kernels/experts.py).
     """
     ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
     if runs_on_gpu(routed.x_TD, held.gate_up, local_of_E):

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.experts import weighted_run
-from kernels.routing import group_by_expert, local_index
+from kernels.experts import group_by_expert, local_index, weighted_run
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf

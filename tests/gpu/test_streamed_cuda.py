@@ -12,14 +12,13 @@ from benchmarks.cases import streamed_on_gpu
 from benchmarks.harness import run_case
 from kernels import fused_ops
 from kernels.attention import plan_on_device
-from kernels.experts import gated
+from kernels.experts import RoutingRule, gated
+from kernels.fused_ops import apply_rope
+from kernels.fused_ops import rms_norm_by_torch as rms_norm
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
-from kernels.norm_rope import apply_rope, rms_norm
-from kernels.packed_attention import supports_packed
-from kernels.paged_attention import attention_kernels
+from kernels.paged_attention import attention_kernels, supports_packed
 from kernels.pages import Pages, Seen
-from kernels.routing import RoutingRule
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from tests.support.kernel_reference import (
     attention_reference,

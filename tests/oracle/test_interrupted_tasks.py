@@ -10,7 +10,7 @@ import torch
 
 import actors.engine.executor
 import actors.moe.expert_server
-import kernels.attention
+import kernels.attention_ops
 import kernels.experts
 import kernels.steps
 import models.decoder.decoder
@@ -190,7 +190,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
     monkeypatch.setattr(models.experts.expert_half, "LIGHT_ROWS", 32)
     monkeypatch.setattr(kernels.experts, "RUN_PAIRS", 32)
     monkeypatch.setattr(kernels.experts, "TILE_PAIRS", 32)
-    monkeypatch.setattr(kernels.attention, "_STEP_SCORES", 1)
+    monkeypatch.setattr(kernels.attention_ops, "_STEP_SCORES", 1)
     cut = Rig(model, None, last_rows=last_rows)
     cut.submit(prompts, Plan(), Priority.BE)
     cut.run()

@@ -11,9 +11,8 @@ from actors.kv import block_manager
 from contracts.errors import CheckpointError, ResourceError
 from contracts.messages import Finished
 from contracts.plan import Plan
-from models.decoder.batch import SequenceSlice
+from models.decoder.batch import SequenceSlice, StateRun
 from models.decoder.decoder import AttentionHalf
-from models.decoder.recurrence import StateRun
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import (
     PrefillThreads,
@@ -215,13 +214,14 @@ def test_prefill_workers_give_the_logits_and_tokens_of_the_single_process_path(
         assert client.generated(request)[0] == local.greedy(sequences[2], steps)
 
 
-def test_states_are_refused_where_they_cannot_be_kept(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_next")
-    checkpoint, spec = Checkpoint(folder), check_checkpoint(folder)
-    with pytest.raises(
-        CheckpointError, match=r"recurrent layers, .* on cuda; set groups.device=cpu"
-    ):
-        AttentionHalf.load(checkpoint, spec, dtype=torch.float32, device="cuda")
+def test_states_and_indexers_are_refused_where_they_cannot_be_kept(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    for family, part in (("glm_moe_dsa", "indexers"), ("qwen3_next", "recurrent layers")):
+        folder = tiny_checkpoint(family)
+        checkpoint, spec = Checkpoint(folder), check_checkpoint(folder)
+        with pytest.raises(CheckpointError, match=f"has {part}, .* on cuda; set groups.device=cpu"):
+            AttentionHalf.load(checkpoint, spec, dtype=torch.float32, device="cuda")
     with pytest.raises(ResourceError, match=r"kv.state_slots=\d+ needs \d+ bytes"):
         ThreadGroup(folder, group_config(kv={"state_slots": 10**9}))
     model = LocalModel.load(folder, dtype="float32")

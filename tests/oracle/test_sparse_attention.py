@@ -6,12 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.errors import CheckpointError
 from contracts.plan import Plan
 from models.decoder.batch import SequenceSlice
-from models.decoder.decoder import AttentionHalf
-from models.spec.model import read_spec
-from models.weights.checkpoint import Checkpoint
 from tests.support.group_harness import (
     PrefillThreads,
     ThreadGroup,
@@ -103,10 +99,3 @@ def test_groups_and_prefill_workers_equal_the_single_process_path(
             ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
         torch.testing.assert_close(client.logits(ids), expected, atol=2e-5, rtol=0)
         assert client.generated(client.submit(sequences[1], sampling=greedy(12)))[0] == tokens[1]
-
-
-def test_indexers_are_refused_on_a_gpu(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("glm_moe_dsa")
-    spec = read_spec(folder)
-    with pytest.raises(CheckpointError, match="has indexers, which do not run on cuda"):
-        AttentionHalf.load(Checkpoint(folder), spec, dtype=torch.float32, device="cuda")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import plan_attention
-from kernels.packed_attention import SequenceRows
+from kernels.attention_ops import SequenceRows
 from planner.costs.model_shape import Calls, calls_of, share_of
 
 chunk = st.tuples(st.integers(0, 900), st.integers(1, 400)).map(lambda c: (c[0], c[0] + c[1]))

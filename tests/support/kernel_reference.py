@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attention_steps
+from kernels.attention_ops import SequenceRows
 from kernels.experts import ClampedGate, expert_steps
 from kernels.latent_attention import latent_attention_steps
-from kernels.packed_attention import SequenceRows
 from kernels.pages import Pages
 from kernels.steps import run_to_end
 
@@ -94,64 +94,42 @@ def attention_reference(
     """[T, H, d of v] float64 of one sequence: row t is at position start + t, and sees the keys
     at positions <= its own and > its own - window. Sinks: scores without a value."""
     T, H, _ = q_THd.shape
-    share = H // k_SGd.shape[1]
+    k_SHd, v_SHd = (
+        each.double().repeat_interleave(H // each.shape[1], 1) for each in (k_SGd, v_SGd)
+    )
     out_THd = torch.empty(T, H, v_SGd.shape[2], dtype=torch.float64)
     for t in range(T):
         last = start + t + 1
         first = 0 if window is None else max(0, last - window)
-        for h in range(H):
-            keys = k_SGd[first:last, h // share].double()
-            values = v_SGd[first:last, h // share].double()
-            scores = keys @ q_THd[t, h].double() * scale
-            if sinks_H is not None:
-                scores = torch.cat((scores, sinks_H[h : h + 1].double()))
-            out_THd[t, h] = torch.softmax(scores, dim=0)[: last - first] @ values
+        scores_HS = torch.einsum("hd,shd->hs", q_THd[t].double(), k_SHd[first:last]) * scale
+        if sinks_H is not None:
+            scores_HS = torch.cat((scores_HS, sinks_H[:, None].double()), 1)
+        probs_HS = torch.softmax(scores_HS, dim=1)[:, : last - first]
+        out_THd[t] = torch.einsum("hs,shd->hd", probs_HS, v_SHd[first:last])
     return out_THd
 
 
-def softmax_top_k_reference(
-    logits_E: Sequence[float], top_k: int, *, normalize: bool
-) -> dict[int, float]:
-    """{expert: weight} of one token."""
-    largest = max(logits_E)
-    exps = [math.exp(logit - largest) for logit in logits_E]
-    probs = [value / sum(exps) for value in exps]
-    chosen = sorted(range(len(probs)), key=lambda expert: -probs[expert])[:top_k]
-    whole = sum(probs[expert] for expert in chosen) if normalize else 1.0
-    return {expert: probs[expert] / whole for expert in chosen}
-
-
 def experts_reference(
-    x_UD: Tensor, gate_up_e: Tensor, down_e: Tensor, pairs: Sequence[tuple[int, int, float]]
-) -> Tensor:
-    """[U, D] float64 for (row, local expert, weight) pairs in any order."""
-    out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
-    for row, expert, weight in pairs:
-        gate, up = (gate_up_e[expert].double() @ x_UD[row].double()).chunk(2)
-        inner = gate / (1 + torch.exp(-gate)) * up
-        out_UD[row] += weight * (down_e[expert].double() @ inner)
-    return out_UD
-
-
-def clamped_experts_reference(
     x_UD: Tensor,
     gate_up_e: Tensor,
     down_e: Tensor,
-    biases_e: tuple[Tensor, Tensor],
     pairs: Sequence[tuple[int, int, float]],
-    clamped: ClampedGate,
+    clamped: ClampedGate | None = None,
+    biases_e: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The same with biases and the clamped gate: (up + 1) * gate * sigmoid(alpha * gate)."""
+    """[U, D] float64 for (row, local expert, weight) pairs in any order.
+
+    clamped: the gate is (up + 1) * gate * sigmoid(alpha * gate)."""
     out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
-    limit = clamped.limit
-    gate_up_bias_e, down_bias_e = biases_e
     for row, expert, weight in pairs:
-        both = gate_up_e[expert].double() @ x_UD[row].double() + gate_up_bias_e[expert]
+        gate_up_bias, down_bias = (0.0, 0.0) if biases_e is None else (b[expert] for b in biases_e)
+        both, alpha = gate_up_e[expert].double() @ x_UD[row].double() + gate_up_bias, 1.0
         gate, up = both.chunk(2)
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-        inner = (up + 1) * gate / (1 + torch.exp(-clamped.alpha * gate))
-        y = down_e[expert].double() @ inner + down_bias_e[expert]
-        out_UD[row] += weight * y
+        if clamped is not None:
+            limit, alpha = clamped.limit, clamped.alpha
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit) + 1
+        inner = up * gate / (1 + torch.exp(-alpha * gate))
+        out_UD[row] += weight * (down_e[expert].double() @ inner + down_bias)
     return out_UD
 
 

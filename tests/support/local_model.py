@@ -9,12 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.routing import local_index
+from kernels.experts import local_index
 from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
-from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.batch import AttentionBatch, SequenceSlice, StateRun
 from models.decoder.decoder import AttentionHalf
-from models.decoder.recurrence import StateRun
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf, RoutedTokens, expert_sum_steps
 from models.experts.expert_layout import ExpertLayout

@@ -23,8 +23,7 @@ from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.import_path import shadowed_packages
 from kernels.compiled import code_folder, processor_name
-from kernels.linear import HAS_MATRIX_UNITS
-from kernels.matrix_units import decided
+from kernels.linear import HAS_MATRIX_UNITS, decided
 from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
@@ -138,7 +137,7 @@ def check_kernels() -> Finding:
         advice = "no folder for compiled code: each start compiles for some 15 s; set HOME"
         return Finding("kernels", "warning", found, advice)
     if HAS_MATRIX_UNITS:
-        answer = decided(folder, torch.bfloat16)
+        answer = decided(folder)
         products = {None: "not measured yet", True: "oneDNN", False: "panels"}[answer]
         found += f", bfloat16 products: {products}"
     return Finding("kernels", "ok", f"{found}, kept in {folder.parent}")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import experts, norm_rope, paged_attention
+from kernels import experts, fused_ops, paged_attention
 from kernels import triton_attention as attention
 from kernels import triton_kernels as fused
+from kernels.attention_ops import SequenceRows
 from kernels.linear import ExpertLinears, PackedLinear
-from kernels.packed_attention import SequenceRows
 from kernels.pages import Pages, Seen, plan_paged
 from kernels.stored import Storage
 from kernels.stored_experts import StoredLinear
@@ -47,7 +47,7 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], round_once: bool) -> N
     x, weight_D = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)
     found = fused.rms_norm(x, weight_D, EPS, round_once)
     close(found, reference.rms_norm_reference(x, weight_D, EPS), dtype, 4.0)
-    expected = norm_rope.rms_norm(x, weight_D, EPS, round_once=round_once)
+    expected = fused_ops.rms_norm_by_torch(x, weight_D, EPS, round_once=round_once)
     close(found, expected, dtype, 4.0)
     assert found.dtype is dtype
     if dtype is torch.float16:  # rounded where torch's operations round
@@ -66,8 +66,8 @@ def test_norm_and_rope(dtype: torch.dtype, T: int, H: int, d: int, with_norm: bo
     angles = positions_T[:, None, None] * inv_freq
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     found = fused.norm_and_rope(x_THd, weight_Hd, EPS, cos, sin)
-    normed = x_THd if weight_Hd is None else norm_rope.rms_norm(x_THd, weight_Hd, EPS)
-    close(found, norm_rope.apply_rope(normed, cos, sin), dtype, 4.0)
+    normed = x_THd if weight_Hd is None else fused_ops.rms_norm_by_torch(x_THd, weight_Hd, EPS)
+    close(found, fused_ops.apply_rope(normed, cos, sin), dtype, 4.0)
     if dtype is torch.float32:
         exact = x_THd if weight_Hd is None else reference.rms_norm_reference(x_THd, weight_Hd, EPS)
         close(found, reference.rope_reference(exact, positions_T, inv_freq), dtype, 4.0)

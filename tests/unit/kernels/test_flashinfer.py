@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import flashinfer_attention, paged_attention, sampling
-from kernels.packed_attention import SequenceRows
+from kernels import flashinfer_kernels, paged_attention
+from kernels.attention_ops import SequenceRows
 from kernels.pages import PagedPart, Pages, Seen, plan_paged
 from tests.support.kernel_reference import layout
 
@@ -57,7 +57,7 @@ def test_an_installed_package_has_our_parameters(place: tuple[str, str, str]) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_an_installed_package_is_right_on_a_gpu() -> None:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    assert sampling.library_on("cuda") is not None
+    assert flashinfer_kernels.library_on("cuda") is not None
     for kind in ("plain", "sinks", "latent"):
         assert paged_attention._library_attention(kind) is not None
 
@@ -154,7 +154,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         importlib, "import_module", lambda name: library if name == "flashinfer" else find(name)
     )
-    monkeypatch.setattr(paged_attention, "library_attention", lambda x, kind: flashinfer_attention)
+    monkeypatch.setattr(paged_attention, "library_attention", lambda x, kind: flashinfer_kernels)
     yield
     Wrapper.made.clear()
 
@@ -191,7 +191,7 @@ def part_of(sequences: list[SequenceRows], seen: Seen) -> PagedPart:
 
 def test_other_parts_are_left_to_triton() -> None:
     q_THd, rows = torch.empty(3, 4, 64), [SequenceRows(n, 1, 5) for n in (0, 1)]
-    supports = flashinfer_attention.supports
+    supports = flashinfer_kernels.supports
     assert supports(q_THd, 64, part_of(rows, Seen(8)))
     assert not supports(q_THd, 64, part_of(rows, Seen(8, True)))
     assert not supports(q_THd[..., :24], 24, part_of(rows, Seen()))
@@ -203,10 +203,10 @@ def test_other_parts_are_left_to_triton() -> None:
 @pytest.mark.parametrize("kind", ["plain", "sinks", "latent"])
 def test_a_wrong_library_is_noticed(kind: str) -> None:
     cpu = torch.device("cpu")
-    paged_attention._compare(flashinfer_attention.attend, kind, cpu)
+    paged_attention._compare(flashinfer_kernels.attend, kind, cpu)
 
     def wrong(*given: Any) -> None:
-        flashinfer_attention.attend(*given)
+        flashinfer_kernels.attend(*given)
         given[4][5] *= 1.1
 
     with pytest.raises(AssertionError):
@@ -229,12 +229,12 @@ def test_tokens_are_drawn_of_those_that_the_library_keeps(monkeypatch: pytest.Mo
         return _kept(probs_NV, probs_NV.topk(top_k).values[:, -1:])
 
     library: Any = SimpleNamespace(top_k_renorm_probs=top_k, top_p_renorm_probs=_top_p)
-    sampling._check(library, "cpu")
-    monkeypatch.setattr(sampling, "library_on", lambda kind: library)
+    flashinfer_kernels._check_sampling(library, "cpu")
+    monkeypatch.setattr(flashinfer_kernels, "library_on", lambda kind: library)
     logits_NV = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 0.0]])
-    found_NV = sampling.top_probs(logits_NV, 3, torch.tensor([0.0, 0.5]))
+    found_NV = flashinfer_kernels.top_probs(logits_NV, 3, torch.tensor([0.0, 0.5]))
     assert (found_NV[0] > 0.0).tolist() == [False, True, False]
     assert found_NV[1].isfinite().all()
     library.top_p_renorm_probs = lambda probs_NV, top_p_N: probs_NV
     with pytest.raises(AssertionError):
-        sampling._check(library, "cpu")
+        flashinfer_kernels._check_sampling(library, "cpu")

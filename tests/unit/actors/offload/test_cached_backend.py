@@ -22,8 +22,8 @@ from actors.telemetry.telemetry import Timeline
 from contracts.errors import ChannelError, CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
+from kernels.experts import local_index
 from kernels.gpu_experts import gpu_experts
-from kernels.routing import local_index
 from kernels.steps import run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts import cached_sum
