@@ -105,7 +105,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         return pending
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
-        self._cache.hint(key.owner, layer, guesses)
+        self._cache.hint(key.owner, layer, guesses, key.priority)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:

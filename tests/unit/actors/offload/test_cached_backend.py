@@ -512,6 +512,31 @@ def test_requested_experts_are_copied_before_predicted_ones(
         backend._cache.forget_hints("somebody")
 
 
+def test_hints_have_the_priority_of_their_batch(
+    opened_on_device: Callable[..., DeviceRig], opened: Callable[..., Rig]
+) -> None:
+    rig, on_device = opened(num_hidden_layers=3), opened_on_device(num_hidden_layers=3)
+    predictor = RightHint(rig.local.attention, None)
+    backend = rig.backend(100, predictor=predictor)
+    check_priorities(rig, backend, backend._cache, predictor)
+    device = on_device.backend(100, FakeLane(0), predictor=predictor)
+    check_priorities(on_device, device, device._cache, predictor)
+
+
+def check_priorities(
+    rig: BackendRig[P], backend: ExpertBackend[P], cache: ExpertCache, predictor: RightHint
+) -> None:
+    routed = routed_tokens(rig.spec, 1, 3)
+    predictor.requested = routed.topk_ids_TK
+    for number, priority in enumerate((LS, BE)):
+        with patch.object(cache, "hint") as hint, torch.inference_mode():
+            pending = rig.begin(backend, rig.spec.moe_layers[0], routed, number)
+            while not pending.is_complete:
+                backend.poll(0.01, idle=True)
+            run_to_end(backend.combine(torch.zeros_like(routed.x_TD), pending, None))
+        assert [call.args[3:] for call in hint.call_args_list] == [(priority,)]
+
+
 def test_right_hints_avoid_waiting(opened_on_device: Callable[..., DeviceRig]) -> None:
     rig = opened_on_device(num_hidden_layers=3)
     lane, predictor = FakeLane(0), RightHint(rig.local.attention, None)
