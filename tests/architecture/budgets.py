@@ -65,11 +65,11 @@ def budgets() -> list[Budget]:
         # module of configuration and others merged 520 less.
         # Benchmarks: 12,350 without engines (OpenVINO 110), stored_experts, shared_batches,
         # shared_load and mode_choice 570
-        Budget("product: lines", _lines(PRODUCT), 81_500),
-        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 7_850),
-        Budget("tests: lines", _lines(("tests",)), 56_840),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_650),
-        Budget("docs and README: words", _words(), 46_250),
+        Budget("product: lines", _lines(PRODUCT), 79_300),
+        Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 7_720),
+        Budget("tests: lines", _lines(("tests",)), 56_270),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_640),
+        Budget("docs and README: words", _words(), 46_180),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
         Budget("docstrings that start with a fragment", len(fragment_docstrings()), 0),
