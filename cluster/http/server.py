@@ -189,7 +189,8 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     shares_port: other processes of this user may share it; Linux distributes the connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol: asyncio sets TCP_NODELAY only where it is given.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow a restart at once
         if shares_port:

@@ -46,6 +46,16 @@ def sent_until_answered(line: socket.socket, piece: bytes) -> Answer:
     return read_answer(line)
 
 
+def test_answers_do_not_wait_for_acknowledgements(front: Front) -> None:
+    """Nagle's algorithm holds the second part of an answer for the client's delayed ACK."""
+    with front.connect() as line:
+        line.sendall(post("/echo", b"abc"))
+        read_answer(line)
+        (connection,) = front.front.state.connections
+        sock = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_header_bytes_over_limit_get_431_naming_limit(front: Front) -> None:
     answer = front.exchange(get("/echo", "X-Much: " + "a" * HEADER_BYTES))
     assert answer.status == 431
