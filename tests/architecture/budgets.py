@@ -67,7 +67,7 @@ def budgets() -> list[Budget]:
         # shared_load and mode_choice 570
         Budget("product: lines", _lines(PRODUCT), 79_300),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 7_720),
-        Budget("tests: lines", _lines(("tests",)), 56_270),
+        Budget("tests: lines", _lines(("tests",)), 56_310),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_640),
         Budget("docs and README: words", _words(), 46_180),
         Budget("class names with two definitions", len(repeated_classes()), 0),

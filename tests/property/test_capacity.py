@@ -99,6 +99,7 @@ def capacity_from_light_traffic(case: Case, per_s: float) -> Capacity:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 )

@@ -163,7 +163,10 @@ def simulate(seed: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("schedules", [950, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedules",
+    [100, pytest.param(950, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)],
+)
 def test_share_bounds_hold_in_random_schedules(schedules: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(schedules):

@@ -37,6 +37,7 @@ METHODS: dict[str, Method] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("slots", [(4, 4, 4), (5, 4, 3)])
 def test_every_method_places_every_expert_once(name: str, slots: tuple[int, ...]) -> None:
@@ -44,6 +45,7 @@ def test_every_method_places_every_expert_once(name: str, slots: tuple[int, ...]
     assert sorted(line) == list(range(12))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["k-means", "METIS, ids", "METIS, together"])
 def test_methods_that_look_for_groups_find_planted_ones(name: str) -> None:
     routing, _ = planted(16, 3, 4, stray=0.02, tokens=4000, seed=1)

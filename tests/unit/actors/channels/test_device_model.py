@@ -243,6 +243,7 @@ def test_a_best_effort_payload_does_not_delay_a_latency_sensitive_one() -> None:
     assert first_start < second_start < first_end, "they are under way at the same time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", device_bugs(), ids=lambda bug: bug.name)
 def test_model_finds_each_planted_bug(bug: object) -> None:
     assert found(bug, range(10))  # type: ignore[arg-type]

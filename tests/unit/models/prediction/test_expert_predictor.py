@@ -152,6 +152,7 @@ def test_estimator_learns_nonlinear_logits() -> None:
         assert found[0] > found[1] + 0.3, found
 
 
+@pytest.mark.long
 def test_profiled_tokens_predict_first_layer(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     local, profile = collected(folder, rows=60)

@@ -192,6 +192,7 @@ def test_changed_traffic_moves_experts_within_a_window() -> None:
     assert 30 < turned[0] <= 30 + WINDOW_S + 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turn_s", [1, 3, 5])
 def test_alternating_traffic_moves_experts_at_most_once_a_window(turn_s: int) -> None:
     group = Clockwork()

@@ -29,6 +29,7 @@ def test_small_layers_are_placed_optimally(experts: int, slots: tuple[int, ...],
     assert prices[tuple(where.tolist())] == pytest.approx(min(prices.values()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("experts", "groups"), [(16, 4), (24, 3), (64, 8)])
 @pytest.mark.parametrize("seed", range(3))
 def test_planted_groups_are_found(experts: int, groups: int, seed: int) -> None:

@@ -58,6 +58,7 @@ def test_guesses_are_evaluated_on_held_out_texts(
         assert all(0.05 < hits <= 1.0 for hits in layer["hit_fraction"].values())
 
 
+@pytest.mark.long
 def test_counts_of_files_add_up(written: Path, tmp_path: Path) -> None:
     output = tmp_path / "sum.safetensors"
     assert profiled(output, "--add", str(written), "--add", str(written)) == 0
