@@ -29,6 +29,9 @@ def test_files_named_in_documents_exist(document: Path) -> None:
         for name in _named_files(document)
         if not any(p.exists() for p in _places(document, name))
     ]
+    names = {path.name for path in tracked_files()}
+    modules = re.findall(r"`(\w+\.py)`", document.read_text(encoding="utf-8"))
+    missing += [name for name in modules if name not in names]
     assert not missing, f"{document.name} names what does not exist: {missing}"
 
 
