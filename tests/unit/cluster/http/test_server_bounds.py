@@ -51,9 +51,17 @@ def test_answers_do_not_wait_for_acknowledgements(front: Front) -> None:
     with front.connect() as line:
         line.sendall(post("/echo", b"abc"))
         read_answer(line)
-        (connection,) = front.front.state.connections
-        sock = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        own = line.getsockname()
+
+        async def options() -> list[int]:
+            transports = [each.transport for each in front.front.state.connections]  # type: ignore[union-attr]
+            return [
+                each.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                for each in transports
+                if each.get_extra_info("peername") == own
+            ]
+
+        assert front.loop.run(options()) == [1]
 
 
 def test_header_bytes_over_limit_get_431_naming_limit(front: Front) -> None:
