@@ -22,8 +22,7 @@ check: $(VENV)/.installed
 	$(MAKE) --jobs 2 ruff types layers quick
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 3 --quick \
-		tests/unit tests/property tests/architecture
+	$(BIN)/python -m pytest -n 3 --quick tests/unit tests/property tests/architecture
 
 # All that needs a GPU; installs nothing. ARGS: --list, --only PART …
 gpu:

@@ -40,7 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless `-m` names them; run Ray, then those without kernels, first."""
+    """Leave out slow tests unless `-m` names them, and long ones with `--quick`.
+
+    Tests with Ray run first, then those without kernels.
+    """
     marks = [] if "slow" in config.option.markexpr else ["slow"]
     if config.option.quick:
         marks.append("long")

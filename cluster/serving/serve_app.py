@@ -344,9 +344,8 @@ class Launcher:
             for _ in range(ROUNDS):
                 sent_s = monotonic_s()
                 shown_s, boot = await self._groups.clock.remote()
-                rounds.append(
-                    (-monotonic_s(), -shown_s, -sent_s)
-                )  # this clock, as seen by the launcher
+                # Negated: this clock, as seen by the launcher.
+                rounds.append((-monotonic_s(), -shown_s, -sent_s))
         return estimate_offset(rounds, same_boot=bool(boot) and boot == boot_identity())
 
 

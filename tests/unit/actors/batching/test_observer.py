@@ -95,7 +95,7 @@ def test_earliest_idle_decode_sets_the_slack() -> None:
     assert rank.coalescer.slack_s() == pytest.approx(0.1 - MARGIN_PASSES * 0.01)
     batch = rank.scheduler.next_batch(LS_DECODES)
     assert batch is not None
-    assert rank.coalescer.slack_s() == math.inf, "nobody waits"
+    assert rank.coalescer.slack_s() == math.inf, "no decode is idle"
 
 
 def test_loop_forms_batches_again_when_slack_ends() -> None:
